@@ -1,0 +1,27 @@
+"""What nbval leaves out when it compares a notebook's outputs, and the built book for its tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+NOT_COMPARED = ("image/svg+xml", "stderr")  # PNG is left out by nbval itself
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path, parent):
+    collected = yield
+    for node in collected:
+        if hasattr(node, "skip_compare"):
+            node.skip_compare += NOT_COMPARED
+    return collected
+
+
+@pytest.fixture(scope="session")
+def html():
+    """The built book, which `make test` builds before the tests."""
+    folder = Path(__file__).parent / "_build/html"
+    if not (folder / "book/index.html").is_file():
+        reason = "_build/html is missing; run `make book` first"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    return folder

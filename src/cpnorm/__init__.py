@@ -1,0 +1,1 @@
+"""Loss normalisation under context parallelism: what the notebooks and the tests share."""
