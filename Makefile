@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 
 BUILD = $(VENV)/bin/jupyter-book build . -W -n --keep-going --all
 
-.PHONY: help setup book serve test lint bench notebooks figures lock clean
+.PHONY: help setup book serve test lint bench notebooks figures evidence lock clean
 
 help:
 	@echo "make book       set up .venv and build the book to _build/html/index.html"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench      benchmarks of the loss check"
 	@echo "make notebooks  re-execute notebooks in place (NB=notebooks/x.ipynb for one)"
 	@echo "make figures    draw the pictures of book/figures anew"
+	@echo "make evidence   run the whole engine in every topology and write its record to evidence/, about 10 minutes"
 	@echo "make lock       compile requirements.in to requirements.txt"
 	@echo "make clean      remove what was built; .venv stays"
 	@echo "PYTHON=python3.12 names another Python; 3.11 and 3.12 are supported."
@@ -73,6 +74,9 @@ notebooks: $(READY)
 
 figures: $(READY)
 	MPLBACKEND=agg $(PY) -W ignore -m cpnorm.figures
+
+evidence: $(READY)
+	$(PY) -W ignore -m cpnorm.engine evidence
 
 # Keeps the pins that still fit; remove requirements.txt first to move them all.
 lock: $(READY)

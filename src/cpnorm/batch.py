@@ -27,16 +27,25 @@ class Batch:
     mask: torch.Tensor
 
 
-def batch(case: Case) -> Batch:
-    """The batch of `case`, a function of its sequences, seed and dtype only.
+def batch(
+    case: Case, rows: torch.Tensor | None = None, entropy: torch.Tensor | None = None
+) -> Batch:
+    """The batch of `case`, a function of its sequences, seed and dtype, and of what is given, only.
+
+    `rows` and `entropy`, `(T,)`, are a model's, drawn where they are not given; they are detached.
+    Everything else has the same noise either way. `ValueError` for another shape.
 
     Log-ratios have standard deviation 0.15, so that clip bounds near 0.1 cut some tokens and
-    spare others. Log-probabilities stay below -0.01.
+    spare others. Drawn rows, and all log-probabilities of the other policies, stay below -0.01.
     """
+    for name, given in (("rows", rows), ("entropy", entropy)):
+        if given is not None and given.shape != (case.T,):
+            raise ValueError(f"{name} has shape {tuple(given.shape)}, allowed is ({case.T},)")
     g = torch.Generator().manual_seed(case.seed)
     W = max(s.response for s in case.sequences)
-    rows = -0.05 - 2 * torch.rand(case.T, generator=g, dtype=torch.float64)
-    entropy = 0.1 + 2 * torch.rand(case.T, generator=g, dtype=torch.float64)
+    drawn = torch.rand(2, case.T, generator=g, dtype=torch.float64)
+    rows = -0.05 - 2 * drawn[0] if rows is None else rows.detach().double()
+    entropy = 0.1 + 2 * drawn[1] if entropy is None else entropy.detach().double()
     noise = torch.randn(3, case.B, W, generator=g, dtype=torch.float64)
     weights = 0.5 + 1.5 * torch.rand(case.B, W, generator=g, dtype=torch.float64)
     new = torch.zeros(case.B, W, dtype=torch.float64)

@@ -62,9 +62,11 @@ class Case:
     """One optimizer step on one mini-batch.
 
     Replica d holds the consecutive block of `B / D` sequences that starts at `d * B / D`, and
-    splits it into consecutive micro-batches of `micro_batch_size` sequences. `clip=False` puts the
-    clip bounds out of reach. `ValueError` names the field, its value and what is allowed. Loss and
-    mode must be names that the installed verl knows.
+    splits it into consecutive micro-batches of `micro_batch_size` sequences. With `max_token_len`
+    (tokens a rank) verl splits it instead, as under `use_dynamic_bsz`; `t` and `K` are then unknown
+    before the run. `vpp` is the number of virtual stages a pipeline rank interleaves. `clip=False`
+    puts the clip bounds out of reach. `ValueError` names the field, its value and what is allowed.
+    Loss and mode must be names that the installed verl knows.
     """
 
     sequences: tuple[Sequence, ...]
@@ -72,7 +74,9 @@ class Case:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    vpp: int | None = None
     micro_batch_size: int = 1
+    max_token_len: int | None = None
     loss: str = "gspo"
     mode: str = "seq-mean-token-mean"
     clip: bool = True
@@ -80,6 +84,8 @@ class Case:
     clip_high: float = 0.28
     loss_scale_factor: int | None = None
     rollout_weights: bool = False
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
     regime: str = "per-token"
     layout: str = "zigzag"
     dtype: str = "float64"
@@ -95,12 +101,15 @@ class Case:
         for name in ("dp", "cp", "tp", "pp", "micro_batch_size"):
             _integer(name, getattr(self, name))
         _integer("seed", self.seed, least=0)
-        if self.loss_scale_factor is not None:
-            _integer("loss_scale_factor", self.loss_scale_factor, also="None or ")
+        for name in ("loss_scale_factor", "max_token_len", "vpp"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), also="None or ")
+        if self.vpp is not None and self.pp == 1:
+            _refuse("vpp", self.vpp, "None unless pp is above 1")
         for name in ("clip", "rollout_weights"):
             if type(getattr(self, name)) is not bool:
                 _refuse(name, getattr(self, name), "true or false")
-        for name in ("clip_low", "clip_high"):
+        for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
                 _refuse(name, value, "a finite number, 0 or more")
@@ -169,10 +178,15 @@ class Case:
     @property
     def K(self) -> int:
         """What Megatron divides by when every rank reports `t // C`, as verl 0.9.1 does."""
-        return self.C * sum(t // self.C for replica in self.t for t in replica)
+        return divisor(self.t, self.C)
 
     def micro_batches(self) -> tuple[tuple[range, ...], ...]:
-        """Indices of the sequences of micro-batch m of replica d: `[d][m]`."""
+        """Indices of the sequences of micro-batch m of replica d: `[d][m]`.
+
+        `ValueError` with `max_token_len`, since verl makes them then.
+        """
+        if self.max_token_len is not None:
+            _refuse("max_token_len", self.max_token_len, "None where micro-batches must be known")
         b, size = self.B // self.D, self.micro_batch_size
         return tuple(
             tuple(range(d * b + m * size, d * b + (m + 1) * size) for m in range(self.M))
@@ -198,6 +212,11 @@ class Case:
             _refuse("sequences", sequences, "a list of mappings with prompt and response")
         seqs = tuple(Sequence(**_known(Sequence, "sequences", s)) for s in sequences)
         return cls(**values | {"sequences": seqs})
+
+
+def divisor(t: tuple[tuple[int, ...], ...], C: int) -> int:
+    """Megatron's divisor for routed tokens `t[d][m]` when each of C ranks reports `t // C`."""
+    return C * sum(tokens // C for replica in t for tokens in replica)
 
 
 def _refuse(field, value, allowed):

@@ -1,0 +1,50 @@
+"""verl's Megatron engine on Megatron-Core, in processes on a CPU."""
+
+import logging
+from importlib.metadata import version
+
+from cpnorm.case import Case
+from cpnorm.engine.result import Agreement, RankResult, Step, compare, joined
+from cpnorm.ranks import World
+from cpnorm.transformer import Model
+
+__all__ = ["Agreement", "RankResult", "Step", "check_fit", "compare", "joined", "run"]
+
+TINY = Model()
+
+
+def run(world: World, case: Case, model: Model = TINY, exact: bool = False) -> Step:
+    """One step of `case` on the ranks of `world`, whose size is dp * cp * tp * pp.
+
+    `exact` keeps float64 where Megatron-Core would compute in float32. `ValueError` for a topology
+    that does not fit, before anything runs; `RankError` if a rank fails.
+    """
+    check_fit(case, model)
+    return joined(world.run(_on_rank, case, model, exact))
+
+
+def check_fit(case: Case, model: Model) -> None:
+    """`ValueError` naming field, value and what is allowed if `model` cannot be cut so."""
+    stages = case.pp * (case.vpp or 1)
+    for field, value, what, size in (
+        ("tp", case.tp, "attention heads", model.heads),
+        ("tp", case.tp, "query groups", model.groups),
+        ("tp", case.tp, "vocabulary entries", model.vocab),
+        ("tp", case.tp, "rows of an MLP", model.ffn),
+        ("pp * vpp", stages, "layers", model.layers),
+    ):
+        if size % value:
+            raise ValueError(f"{field} is {value}, allowed is a divisor of the {size} {what}")
+    if case.vpp and case.max_token_len is None and case.M % case.pp:
+        raise ValueError(f"vpp needs micro-batches in groups of pp = {case.pp}, but M is {case.M}")
+    if case.layout != "zigzag" and case.cp > 1:
+        have = f"Megatron-Core {version('megatron-core')} has no PackedSeqParams.cp_partition_mode"
+        raise ValueError(f"layout is {case.layout!r}, allowed is zigzag: {have}")
+
+
+def _on_rank(case, model, exact):
+    """Imports verl and Megatron-Core in the ranks only, and keeps their log lines away."""
+    from cpnorm.engine.step import run_rank
+
+    logging.disable(logging.WARNING)
+    return run_rank(case, model, exact)

@@ -1,0 +1,78 @@
+"""Attention of one context-parallel rank: the mathematics and its two collectives.
+
+It stands in for Transformer Engine's, which needs CUDA: Megatron-Core's own `DotProductAttention`
+refuses a context-parallel size above one. Projections, rotary embedding and the rest of the layer
+stay Megatron's; this class goes in as `core_attention` of the layer specification.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from torch.nn.functional import scaled_dot_product_attention
+
+from cpnorm.layout import contiguous, zigzag
+
+
+class GatherRows(torch.autograd.Function):
+    """Rows of all ranks in rank order. Backward, the adjoint: summed over ranks, own rows kept."""
+
+    @staticmethod
+    def forward(ctx, rows, group):
+        ctx.group, ctx.count = group, len(rows)
+        parts = [torch.empty_like(rows) for _ in range(group.size())]
+        dist.all_gather(parts, rows.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # not ours to write into
+        dist.all_reduce(gradient, group=ctx.group)
+        start = ctx.group.rank() * ctx.count
+        return gradient[start : start + ctx.count], None
+
+
+def packed_rows(starts: torch.Tensor, C: int, c: int, layout: str = "zigzag") -> torch.Tensor:
+    """Rows of a padded, packed micro-batch that rank `c` of `C` holds, in its local order.
+
+    `starts` are the padded sequences' offsets, `(sequences + 1,)`, as `cu_seqlens_q_padded`.
+    """
+    if layout == "contiguous":
+        return contiguous(int(starts[-1]), C, c)
+    lengths = starts.diff().tolist()
+    return torch.cat(
+        [start + zigzag(n, C, c) for start, n in zip(starts.tolist(), lengths, strict=False)]
+    )
+
+
+def causal(queries: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Which key row a query row may see, bool `(queries, keys)`: the same sequence, not later."""
+    ends = starts[1:].long()
+    sequence = [torch.searchsorted(ends, rows, right=True) for rows in (queries, keys)]
+    return (sequence[0][:, None] == sequence[1]) & (keys <= queries[:, None])
+
+
+class CPAttention(MegatronModule):
+    """Causal attention of a packed micro-batch whose rows are dealt out to the CP ranks.
+
+    Keys and values of all ranks are gathered; a rank computes its own queries. Exact, not
+    blockwise: memory grows with the square of the micro-batch's rows.
+    """
+
+    def __init__(self, config, *_, **__):
+        super().__init__(config)
+        self.group = parallel_state.get_context_parallel_group()
+
+    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
+        """`query (rows, heads, dim)`, `key`, `value (rows, groups, dim)` to `(rows, width)`."""
+        C, c = self.group.size(), self.group.rank()
+        starts = packed_seq_params.cu_seqlens_q_padded
+        layout = getattr(packed_seq_params, "cp_partition_mode", None) or "zigzag"
+        rows = [packed_rows(starts, C, rank, layout) for rank in range(C)]
+        if C > 1:
+            both = GatherRows.apply(torch.cat((key, value), -1), self.group)
+            key, value = both.chunk(2, -1)
+        heads = [x.transpose(0, 1)[None] for x in (query, key, value)]
+        mask = causal(rows[c], torch.cat(rows), starts)
+        out = scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(len(query), -1)

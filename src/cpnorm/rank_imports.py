@@ -1,0 +1,23 @@
+"""What ranks import, imported once in the process that they are forked from, and quietly.
+
+verl and Megatron-Core warn on import of every package that is not installed; none is needed here.
+"""
+
+import gc
+import logging
+import os
+import warnings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # no threads in a process that forks
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+
+import megatron.core.distributed  # noqa: E402
+import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
+import megatron.core.pipeline_parallel  # noqa: E402, F401
+import verl.workers.engine.megatron.transformer_impl  # noqa: E402
+import verl.workers.utils.losses  # noqa: E402, F401
+
+logging.disable(logging.NOTSET)
+gc.freeze()  # a collection in a rank does not write to, and so copy, the shared pages
