@@ -188,6 +188,14 @@ def test_every_replaced_name_exists(name):
     assert callable(pkgutil.resolve_name(name))
 
 
+@pytest.mark.parametrize(
+    "name", ["initialize", "_routed_num_tokens", "postprocess_micro_batch_func"]
+)
+def test_every_overridden_method_exists(name):
+    path = "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead"
+    assert callable(getattr(pkgutil.resolve_name(path), name))
+
+
 def test_a_name_that_upstream_lacks_stops_the_run(monkeypatch):
     gone = {"torch.cuda.no_such_name": (None, "")}
     monkeypatch.setattr(cuda_on_cpu, "REPLACED", gone)
