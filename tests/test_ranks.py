@@ -368,7 +368,12 @@ def test_torchrun(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(TORCHRUN.format(tests=str(Path(__file__).parent)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run([*command, path, tmp_path / "rank"], capture_output=True, text=True)
+    run = subprocess.run(
+        [*command, path, tmp_path / "rank"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
     assert run.returncode == 0, run.stderr
     for rank in range(2):
         said = (tmp_path / f"rank{rank}").read_text()
