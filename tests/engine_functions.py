@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from cpnorm.ranks import topology
+from cpnorm.topology import topology
 
 
 def attention_on_rank(dp, cp, query, key, value, weight, starts):
@@ -56,18 +56,18 @@ def offsets_after_a_step(sequences, copy):
     from cpnorm.engine import step
     from cpnorm.engine.cuda_on_cpu import cuda_on_cpu
     from cpnorm.losses import actor_config
-    from cpnorm.transformer import Model, weights
+    from cpnorm.transformer import Model
 
     case = Case(sequences=sequences, dp=2)
     model = Model()
-    full = weights(model, case.seed)
+    weights, ids, batch = step.numbers(case.sequences, case.seed, case.dtype, model)
     with cuda_on_cpu(), topology(case.dp):
         engine = step.Engine(step.MODEL_CONFIG, step.engine_config(case), None, None)
-        engine.initialize(case, model, full)
+        engine.initialize(case, model, weights)
         if not copy:
             own = MegatronEngineWithLMHead._routed_num_tokens
             engine._routed_num_tokens = partial(own, engine)
-        data = step.data_of_replica(case, model, full, parallel_state.get_data_parallel_rank())
+        data = step.data_of_replica(case, ids, batch, parallel_state.get_data_parallel_rank())
         before = data["input_ids"].offsets().tolist()
         engine.forward_backward_batch(data, partial(ppo_loss, config=actor_config(case)))
         largest = max(float(p.main_grad.abs().max()) for p in engine.module[0].parameters())

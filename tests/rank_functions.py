@@ -9,7 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from cpnorm.ranks import topology
+from cpnorm.topology import topology
 
 
 def add_rank(x):

@@ -327,6 +327,23 @@ def test_program_that_just_ends(tmp_path):
         assert not any(map(psutil.pid_exists, pids))
 
 
+def test_ctrl_c_while_the_ranks_wait(tmp_path):
+    """The program alone says so: a rank that waits for its next job does not show a traceback."""
+    end = """
+    import threading
+    print("waits", flush=True)
+    threading.Event().wait()
+    """
+    with script(tmp_path, end) as program:
+        assert program.stdout.readline()
+        assert program.stdout.readline() == "waits\n"
+        processes = psutil.Process(program.pid).children(recursive=True)
+        os.killpg(program.pid, signal.SIGINT)
+        _, noise = program.communicate()
+        assert noise.count("KeyboardInterrupt") == noise.count("Traceback") == 1, noise
+        assert not psutil.wait_procs(processes, timeout=SOON)[1]
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 def test_program_that_is_ended(tmp_path, how):
     """Ctrl-C reaches every process of a terminal, the other signals only the program."""

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 
 from cpnorm import oracle, transformer
 from cpnorm.batch import batch
 from cpnorm.case import Case, Sequence, modes
+from cpnorm.engine.cuda_on_cpu import cuda_on_cpu
+from cpnorm.engine.float64 import Float64
 from cpnorm.losses import (
     actor_config,
     columns,
@@ -22,6 +23,7 @@ from cpnorm.losses import (
     policy_loss,
     row_index,
 )
+from cpnorm.topology import topology
 from cpnorm.transformer import Model
 
 DENSE, MOE = Model(), Model(experts=4)
@@ -37,75 +39,23 @@ def ids_of(length, seed=0):
     return torch.randint(64, (length,), generator=generator)
 
 
-class SoftmaxKeepsFloat64(TorchFunctionMode):
-    """A softmax asked to compute in float32 computes in float64: Megatron's router asks for it."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if "softmax" in getattr(func, "__name__", "") and kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
-
-
 @pytest.fixture(scope="module")
 def megatron():
     """Builds Megatron's `GPTModel` of a `Model` and a seed, in a world of this one process."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
-    from megatron.core.transformer.moe import moe_utils
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine: NameError
-        patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    # its attention forks a CUDA generator for dropout, the one for inference does not
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    yield _gpt
-    initialize_rng_tracker(force_reset=True)
-    parallel_state.destroy_model_parallel()
+    with cuda_on_cpu(), topology():
+        yield _gpt
     dist.destroy_process_group()
-    patch.undo()
 
 
 def _gpt(model, seed=0):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
-    moe = {
-        "num_moe_experts": model.experts,
-        "moe_router_topk": model.topk,
-        "moe_ffn_hidden_size": model.ffn,
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "allgather",
-        "moe_grouped_gemm": False,
-    }
-    config = TransformerConfig(
-        num_layers=model.layers,
-        hidden_size=model.hidden,
-        num_attention_heads=model.heads,
-        num_query_groups=model.groups,
-        ffn_hidden_size=model.ffn,
-        params_dtype=torch.float64,
-        use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        normalization="RMSNorm",
-        attention_softmax_in_fp32=False,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        **(moe if model.experts else {}),
-    )
+    from cpnorm.engine.model import transformer_config
+
     gpt = GPTModel(
-        config,
+        transformer_config(CASE, model),
         get_gpt_layer_local_spec(num_experts=model.experts, normalization="RMSNorm"),
         vocab_size=model.vocab,
         max_sequence_length=256,
@@ -149,7 +99,7 @@ def test_logits_and_gradients_are_megatrons(megatron, model):
         gpt, w = megatron(model, seed), transformer.weights(model, seed)
         w = {name: value.requires_grad_() for name, value in w.items()}
         ids = ids_of(n, seed) % model.vocab
-        with SoftmaxKeepsFloat64():
+        with Float64():
             theirs = megatron_logits(gpt, ids)
             cotangent = torch.randn(theirs.shape, dtype=torch.float64)
             theirs.backward(cotangent)
@@ -168,24 +118,24 @@ def test_the_routers_float32_softmax_is_all_of_the_difference(megatron):
     ours = transformer.logits(MOE, w, ids)
     as_is = (megatron_logits(gpt, ids) - ours).abs().max()
     assert 1e-9 < as_is < ROUNDED
-    with SoftmaxKeepsFloat64():
+    with Float64():
         assert (megatron_logits(gpt, ids) - ours).abs().max() < KEPT
 
 
-def test_verls_log_probs_and_entropies(megatron, monkeypatch):
+def test_verls_log_probs_and_entropies(megatron):
     """verl's own functions on our logits, one rank. Megatron's cross entropy is float32."""
     from verl.utils.megatron.tensor_parallel import (
         vocab_parallel_entropy,
         vocab_parallel_log_probs_from_logits,
     )
 
-    monkeypatch.setattr(torch, "compile", lambda *a, **k: lambda f: f)
     w, ids = transformer.weights(DENSE, 0), ids_of(20)
     logits = transformer.logits(DENSE, w, ids)
     log_probs = vocab_parallel_log_probs_from_logits(logits.clone(), ids.roll(-1))
-    ours = transformer.log_probs(DENSE, w, [ids])[0]
+    rows = transformer.log_softmax(DENSE, w, [ids])
+    ours = transformer.log_probs(rows, [ids])[0]
     assert float((log_probs - ours).abs().max()) < ROUNDED
-    entropy = transformer.entropies(DENSE, w, [ids])[0]
+    entropy = transformer.entropies(rows)[0]
     torch.testing.assert_close(vocab_parallel_entropy(logits.clone()), entropy, rtol=0, atol=KEPT)
 
 
@@ -243,11 +193,10 @@ def test_attention_row_by_row():
 @settings(max_examples=15)
 def test_sequences_do_not_meet(model, lengths, seed):
     w, ids = transformer.weights(model, 0), [ids_of(n, seed + i) for i, n in enumerate(lengths)]
-    for rows in (transformer.log_probs, transformer.entropies):
-        together = rows(model, w, ids)
-        assert [len(row) for row in together] == lengths
-        for row, x in zip(together, ids, strict=True):
-            assert torch.equal(row, rows(model, w, [x])[0])
+    together = transformer.log_softmax(model, w, ids)
+    assert [len(row) for row in together] == lengths
+    for row, x in zip(together, ids, strict=True):
+        assert torch.equal(row, transformer.log_softmax(model, w, [x])[0])
 
 
 @MODELS
@@ -258,8 +207,10 @@ def test_a_later_token_never_changes_an_earlier_row(model, data, n):
     at = data.draw(st.integers(1, n - 1))
     other = ids.clone()
     other[at] = (other[at] + data.draw(st.integers(1, 63))) % 64
-    for rows, first in ((transformer.entropies, at), (transformer.log_probs, at - 1)):
-        one, two = rows(model, w, [ids])[0], rows(model, w, [other])[0]
+    one, two = (transformer.log_softmax(model, w, [x]) for x in (ids, other))
+    entropies = [transformer.entropies(rows)[0] for rows in (one, two)]
+    labelled = [transformer.log_probs(r, [x])[0] for r, x in ((one, ids), (two, other))]
+    for (one, two), first in ((entropies, at), (labelled, at - 1)):
         torch.testing.assert_close(one[:first], two[:first], rtol=0, atol=KEPT)
         assert one[first] != two[first]
 
@@ -268,9 +219,9 @@ def test_a_later_token_never_changes_an_earlier_row(model, data, n):
 def test_probabilities_vary(model):
     w = transformer.weights(model, 0)
     ids = [ids_of(30, seed) for seed in range(10)]
-    rows, entropy = (
-        torch.cat(f(model, w, ids)) for f in (transformer.log_probs, transformer.entropies)
-    )
+    distributions = transformer.log_softmax(model, w, ids)
+    rows = torch.cat(transformer.log_probs(distributions, ids))
+    entropy = torch.cat(transformer.entropies(distributions))
     assert rows.std() > 1
     assert rows.max() > -2 > -8 > rows.min()
     assert 0 <= entropy.min() < 1.5 < 3 < entropy.max() <= math.log(model.vocab)

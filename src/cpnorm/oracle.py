@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .batch import Batch, batch
 from .case import Case
-from .transformer import Model, entropies, log_probs, token_ids, weights
+from .transformer import Model, entropies, log_probs, log_softmax, token_ids, weights
 
 RATIO_BOUND = 20.0  # verl clamps PPO's log-ratio to +-20
 LOG_RATIO_MAX = 10.0  # and GSPO's from above to 10, which real ratios do not reach
@@ -56,7 +56,8 @@ def model_outputs(case: Case, model: Model, weights: dict[str, Tensor]) -> tuple
     `weights` of another dtype are widened first.
     """
     w, ids = {name: value.double() for name, value in weights.items()}, token_ids(case, model)
-    return torch.cat(log_probs(model, w, ids)), torch.cat(entropies(model, w, ids))
+    rows = log_softmax(model, w, ids)
+    return torch.cat(log_probs(rows, ids)), torch.cat(entropies(rows))
 
 
 def total(

@@ -1,6 +1,7 @@
 """What ranks import, imported once in the process that they are forked from, and quietly.
 
-verl and Megatron-Core warn on import of every package that is not installed; none is needed here.
+verl and Megatron-Core warn of every package that is not installed; none is needed here. A rank
+stays quiet: what goes wrong in it comes back as an exception.
 """
 
 import gc
@@ -19,5 +20,4 @@ import megatron.core.pipeline_parallel  # noqa: E402, F401
 import verl.workers.engine.megatron.transformer_impl  # noqa: E402
 import verl.workers.utils.losses  # noqa: E402, F401
 
-logging.disable(logging.NOTSET)
 gc.freeze()  # a collection in a rank does not write to, and so copy, the shared pages

@@ -123,24 +123,28 @@ def logits(model: Model, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
     return x @ weights["output_layer.weight"].T
 
 
-def log_probs(model: Model, weights: dict[str, Tensor], ids: list[Tensor]) -> list[Tensor]:
-    """For each sequence `(n,)` its rows `(n,)`: row i is `log p(ids[i + 1] | ids[: i + 1])`.
+def log_softmax(model: Model, weights: dict[str, Tensor], ids: list[Tensor]) -> list[Tensor]:
+    """Log-probabilities of every next token, `(n, vocab)` for each sequence `(n,)`."""
+    return [logits(model, weights, x).log_softmax(-1) for x in ids]
+
+
+def log_probs(rows: list[Tensor], ids: list[Tensor]) -> list[Tensor]:
+    """Of `log_softmax` rows those of the labels, `(n,)` each: row i is
+    `log p(ids[i + 1] | ids[: i + 1])`.
 
     The last row, which no loss reads, has the sequence's own first token as its label. So has
     verl 0.9.1's `preprocess_thd_engine(need_roll=True)` where context parallelism does not pad the
     sequence; elsewhere its label there is a padding zero or the next sequence's first token.
     """
     labels = [x.roll(-1)[:, None] for x in ids]
-    rows = [logits(model, weights, x).log_softmax(-1) for x in ids]
     return [row.gather(-1, label)[:, 0] for row, label in zip(rows, labels, strict=True)]
 
 
-def entropies(model: Model, weights: dict[str, Tensor], ids: list[Tensor]) -> list[Tensor]:
-    """Entropy of every row's next-token distribution in nats, `(n,)` for each sequence `(n,)`.
+def entropies(rows: list[Tensor]) -> list[Tensor]:
+    """Entropy of every distribution of `log_softmax`, in nats, `(n,)` for each sequence.
 
     As verl 0.9.1's `vocab_parallel_entropy` at temperature 1.
     """
-    rows = [logits(model, weights, x).log_softmax(-1) for x in ids]
     return [-(row.exp() * row).sum(-1) for row in rows]
 
 

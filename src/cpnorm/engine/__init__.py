@@ -1,6 +1,5 @@
 """verl's Megatron engine on Megatron-Core, in processes on a CPU."""
 
-import logging
 from importlib.metadata import version
 
 from cpnorm.case import Case
@@ -43,8 +42,8 @@ def check_fit(case: Case, model: Model) -> None:
 
 
 def _on_rank(case, model, exact):
-    """Imports verl and Megatron-Core in the ranks only, and keeps their log lines away."""
+    """Imports verl and Megatron-Core in the ranks only."""
+    from cpnorm import rank_imports  # noqa: F401
     from cpnorm.engine.step import run_rank
 
-    logging.disable(logging.WARNING)
     return run_rank(case, model, exact)

@@ -5,9 +5,9 @@ verl's `MegatronEngineWithLMHead` is constructed by its own constructor and runs
 bridge, by the tiny model, and one copy, see `Engine._routed_num_tokens`.
 """
 
+import functools
 import hashlib
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -20,15 +20,15 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 from verl.workers.utils.losses import ppo_loss
 
 from cpnorm import transformer
-from cpnorm.batch import batch
-from cpnorm.case import Case
+from cpnorm.batch import Batch, batch
+from cpnorm.case import Case, Sequence
 from cpnorm.engine.cuda_on_cpu import cuda_on_cpu
 from cpnorm.engine.float64 import Float64
 from cpnorm.engine.model import build, cut_dimension, parameters
 from cpnorm.engine.result import RankResult
 from cpnorm.losses import actor_config
 from cpnorm.oracle import model_outputs
-from cpnorm.ranks import topology
+from cpnorm.topology import topology
 from cpnorm.transformer import Model
 
 
@@ -80,12 +80,23 @@ MODEL_CONFIG = SimpleNamespace(
 """What the engine asks of a Hugging Face configuration: no multi-token prediction, a plain GPT."""
 
 
-def data_of_replica(case: Case, model: Model, weights: dict, d: int) -> TensorDict:
+@functools.lru_cache(maxsize=64)
+def numbers(
+    sequences: tuple[Sequence, ...], seed: int, dtype: str, model: Model
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], Batch]:
+    """Weights, token ids and batch of a case: the same in every topology, so worked out once.
+
+    Do not write into them.
+    """
+    case = Case(sequences=sequences, seed=seed, dtype=dtype)
+    weights = transformer.weights(model, seed, getattr(torch, dtype))
+    outputs = model_outputs(case, model, weights)
+    return weights, transformer.token_ids(case, model), batch(case, *outputs)
+
+
+def data_of_replica(case: Case, ids: list[torch.Tensor], numbers: Batch, d: int) -> TensorDict:
     """The replica's part of the mini-batch as verl's trainer hands it to the engine: nested
     tensors without padding, and the numbers of the whole mini-batch beside them."""
-    ids = transformer.token_ids(case, model)
-    rows, entropy = model_outputs(case, model, weights)
-    numbers = batch(case, rows, entropy)
     size = case.B // case.D
     mine = range(d * size, (d + 1) * size)
     seqs = case.sequences
@@ -128,7 +139,7 @@ def run_rank(case: Case, model: Model, exact: bool = False) -> RankResult:
 
     `exact` takes Megatron-Core's float32 steps out, see `cpnorm.engine.float64`.
     """
-    weights = transformer.weights(model, case.seed, getattr(torch, case.dtype))
+    weights, ids, brought = numbers(case.sequences, case.seed, case.dtype, model)
     config = actor_config(
         case,
         entropy_coeff=case.entropy_coef,
@@ -139,9 +150,9 @@ def run_rank(case: Case, model: Model, exact: bool = False) -> RankResult:
     with cuda_on_cpu(), float32, topology(case.dp, case.cp, case.tp, case.pp, case.vpp):
         engine = Engine(MODEL_CONFIG, engine_config(case), None, None)
         engine.initialize(case, model, weights)
-        data = data_of_replica(case, model, weights, mpu.get_data_parallel_rank())
+        data = data_of_replica(case, ids, brought, mpu.get_data_parallel_rank())
         torch.manual_seed(case.seed)  # clip_cov draws: the ranks of a CP group must draw alike
-        output = engine.forward_backward_batch(data, partial(ppo_loss, config=config))
+        output = engine.forward_backward_batch(data, functools.partial(ppo_loss, config=config))
         return _result(engine, output)
 
 

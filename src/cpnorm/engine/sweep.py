@@ -5,7 +5,6 @@
 
 import functools
 import itertools
-import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -147,7 +146,6 @@ def run(jobs: Iterable[Job], progress: bool = False) -> list[Record]:
                 if world:
                     world.close()
                 world = World(job.size)
-                world.run(logging.disable, logging.WARNING)
             start = time.perf_counter()
             try:
                 step = engine.run(world, *job)
