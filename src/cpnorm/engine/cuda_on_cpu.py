@@ -33,9 +33,9 @@ class CudaMeansCpu(TorchFunctionMode):
     """`device="cuda"` in any call, and `Tensor.cuda()`, mean the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = CPU
+        kwargs = kwargs or {}
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs = kwargs | {"device": CPU}
         if func is torch.Tensor.cuda:
             return args[0]
         return func(*args, **kwargs)

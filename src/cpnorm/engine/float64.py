@@ -21,13 +21,11 @@ class Float64(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        x = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if x is not None and x.dtype is torch.float64:
-            if func is torch.Tensor.float:
-                return x.clone()
-            if func is torch.softmax and kwargs.get("dtype") is torch.float32:
-                del kwargs["dtype"]
-        if func in RECIPROCALS and not x.is_floating_point():
-            return args[1] / x.double()
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float and args[0].dtype is torch.float64:
+            return args[0].clone()
+        if func is torch.softmax and args[0].dtype is torch.float64:
+            kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("dtype", torch.float32)}
+        if func in RECIPROCALS and not args[0].is_floating_point():
+            return args[1] / args[0].double()
         return func(*args, **kwargs)
