@@ -43,6 +43,7 @@ def actor_config(case: Case, **more) -> ActorConfig:
     PPO-clip with rejected sequences.
     """
     reinforce = RolloutCorrectionConfig(loss_type="reinforce", rollout_is="sequence")
+    own = {"dro_beta": 0.1} if case.loss == "dro" else {}  # a name that verl 0.8.0 does not know
     rejection = RolloutCorrectionConfig(
         loss_type="ppo_clip",
         rollout_is=None,
@@ -61,11 +62,11 @@ def actor_config(case: Case, **more) -> ActorConfig:
         loss_scale_factor=case.loss_scale_factor,
         policy_loss=PolicyLossConfig(
             loss_mode=case.loss,
-            dro_beta=0.1,
             clip_cov_ratio=0.25,
             clip_cov_lb=0.001,
             kl_cov_ratio=0.25,
             rollout_correction=reinforce if case.rollout_weights else rejection,
+            **own,
         ),
         **more,
     )

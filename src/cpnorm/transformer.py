@@ -8,6 +8,7 @@ shapes of Megatron-Core 0.16.1 at TP = PP = 1, with its local layer spec.
 
 import dataclasses
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,9 @@ GAIN = {"output_layer": 2.0, "router": 2.0}  # other matrices 1.5
 class Model:
     """Sizes of the transformer. `experts=None` is the dense one, `topk` is for the other.
 
+    `aux` is Megatron's coefficient of the auxiliary loss that balances the experts. It acts in the
+    engine only: the plain transformer has no such loss.
+
     Each of `groups` key-value heads serves `heads / groups` query heads; `ffn` is the width of
     an MLP, also of one expert. `ValueError` names the field, its value and what is allowed.
     """
@@ -36,14 +40,19 @@ class Model:
     vocab: int = 64
     experts: int | None = None
     topk: int = 2
+    aux: float = 0.0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "experts" and value is None:
+            if field.name == "aux" or (field.name == "experts" and value is None):
                 continue
             if type(value) is not int or value < 1:
                 _refuse(field.name, value, "an integer, 1 or more")
+        if type(self.aux) is not float or not 0 <= self.aux < math.inf:
+            _refuse("aux", self.aux, "a finite number, 0 or more")
+        if self.aux and self.experts is None:
+            _refuse("aux", self.aux, "0.0 without experts")
         if self.hidden % (2 * self.heads):
             _refuse("hidden", self.hidden, f"a multiple of {2 * self.heads}, twice the heads")
         if self.heads % self.groups:

@@ -12,14 +12,17 @@ __all__ = ["Agreement", "RankResult", "Step", "check_fit", "compare", "joined", 
 TINY = Model()
 
 
-def run(world: World, case: Case, model: Model = TINY, exact: bool = False) -> Step:
+def run(
+    world: World, case: Case, model: Model = TINY, exact: bool = False, variant: str = "verl"
+) -> Step:
     """One step of `case` on the ranks of `world`, whose size is dp * cp * tp * pp.
 
-    `exact` keeps float64 where Megatron-Core would compute in float32. `ValueError` for a topology
-    that does not fit, before anything runs; `RankError` if a rank fails.
+    `exact` keeps float64 where Megatron-Core would compute in float32. `variant` is one of
+    `variants.VARIANTS`. `ValueError` for a topology that does not fit, before anything runs;
+    `RankError` if a rank fails.
     """
     check_fit(case, model)
-    return joined(world.run(_on_rank, case, model, exact))
+    return joined(world.run(_on_rank, case, model, exact, variant))
 
 
 def check_fit(case: Case, model: Model) -> None:
@@ -41,9 +44,10 @@ def check_fit(case: Case, model: Model) -> None:
         raise ValueError(f"layout is {case.layout!r}, allowed is zigzag: {have}")
 
 
-def _on_rank(case, model, exact):
+def _on_rank(case, model, exact, variant):
     """Imports verl and Megatron-Core in the ranks only."""
     from cpnorm import rank_imports  # noqa: F401
     from cpnorm.engine.step import run_rank
+    from cpnorm.engine.variants import VARIANTS
 
-    return run_rank(case, model, exact)
+    return run_rank(case, model, exact, VARIANTS[variant])

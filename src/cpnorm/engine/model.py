@@ -55,7 +55,8 @@ def transformer_config(case: Case, model: Model) -> TransformerConfig:
         "num_moe_experts": model.experts,
         "moe_router_topk": model.topk,
         "moe_ffn_hidden_size": model.ffn,
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "aux_loss" if model.aux else "none",
+        "moe_aux_loss_coeff": model.aux,
         "moe_token_dispatcher_type": "allgather",
         "moe_grouped_gemm": False,
     }

@@ -49,13 +49,13 @@ class Engine(MegatronEngineWithLMHead):
         finalize_model_grads(model, num_tokens, **options)
         self.divisor = None if num_tokens is None else int(num_tokens)
 
-    def _routed_num_tokens(self, data: TensorDict) -> torch.Tensor:
+    def _routed_num_tokens(self, data: TensorDict) -> torch.Tensor:  # verl 0.8.0 has none
         """A copy of verl's count. On a GPU `.to(device)` makes it; where the batch already lies on
         the device, verl 0.9.1's all-reduce writes into `input_ids.offsets()`."""
         return super()._routed_num_tokens(data).clone()
 
     def postprocess_micro_batch_func(self, output, data, *args, **kwargs):
-        self.tokens.append(int(self._routed_num_tokens(data)))
+        self.tokens.append(int(data["input_ids"].offsets()[-1]))
         return super().postprocess_micro_batch_func(output, data, *args, **kwargs)
 
 
@@ -134,10 +134,13 @@ def data_of_replica(case: Case, ids: list[torch.Tensor], numbers: Batch, d: int)
     return data
 
 
-def run_rank(case: Case, model: Model, exact: bool = False) -> RankResult:
+def run_rank(
+    case: Case, model: Model, exact: bool = False, engine_class: type[Engine] = Engine
+) -> RankResult:
     """Run the step on this rank of a started world of `dp * cp * tp * pp` ranks.
 
-    `exact` takes Megatron-Core's float32 steps out, see `cpnorm.engine.float64`.
+    `exact` takes Megatron-Core's float32 steps out, see `cpnorm.engine.float64`. `engine_class` is
+    verl's engine or one of `cpnorm.engine.variants`.
     """
     weights, ids, brought = numbers(case.sequences, case.seed, case.dtype, model)
     config = actor_config(
@@ -148,7 +151,7 @@ def run_rank(case: Case, model: Model, exact: bool = False) -> RankResult:
     )
     float32 = Float64() if exact else nullcontext()
     with cuda_on_cpu(), float32, topology(case.dp, case.cp, case.tp, case.pp, case.vpp):
-        engine = Engine(MODEL_CONFIG, engine_config(case), None, None)
+        engine = engine_class(MODEL_CONFIG, engine_config(case), None, None)
         engine.initialize(case, model, weights)
         data = data_of_replica(case, ids, brought, mpu.get_data_parallel_rank())
         torch.manual_seed(case.seed)  # clip_cov draws: the ranks of a CP group must draw alike

@@ -9,10 +9,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .case import Case, Sequence
-from .check import Record, sharded, unsharded
-from .evidence import Record as EngineRecord
-from .sweep import tabulate
+from cpnorm.case import Case, Sequence
+from cpnorm.check import Record, sharded, unsharded
+from cpnorm.evidence import Record as EngineRecord
+from cpnorm.sweep import tabulate
 
 FLOOR = -17.0  # decade that stands for an error of exactly 0
 
@@ -207,7 +207,3 @@ def _wrapped(mode):
     return (
         mode.replace(", ", "\n").replace("-token-", "-\ntoken-").replace("sum-norm", "sum-\nnorm")
     )
-
-
-if __name__ == "__main__":
-    draw(Path(__file__).parents[2] / "book/figures")

@@ -1,0 +1,7 @@
+"""`python -m cpnorm.figures`: draw the pictures of book/figures anew."""
+
+from pathlib import Path
+
+from cpnorm.figures import draw
+
+draw(Path(__file__).parents[3] / "book/figures")
