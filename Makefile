@@ -25,14 +25,14 @@ help:
 	@echo "make bench      benchmarks of the loss check"
 	@echo "make notebooks  re-execute notebooks in place (NB=notebooks/x.ipynb for one)"
 	@echo "make figures    draw the pictures of book/figures anew"
-	@echo "make evidence   run the whole engine in every topology and write its record to evidence/, about 10 minutes"
+	@echo "make evidence   run the whole engine in every topology and write its record to evidence/, about 10 minutes; with a GPU, that of the GPU too"
 	@echo "make lock       compile requirements.in to requirements.txt"
 	@echo "make clean      remove what was built; .venv stays"
 	@echo "PYTHON=python3.12 names another Python; 3.11 and 3.12 are supported."
 
 setup: $(READY)
 
-$(READY): requirements.txt pyproject.toml
+$(READY): requirements.txt requirements-releases.txt pyproject.toml
 	@version=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); \
 	case "$$version" in \
 	3.11|3.12) ;; \
@@ -47,6 +47,9 @@ $(READY): requirements.txt pyproject.toml
 	$(PY) -m pip install --no-compile --no-deps -r requirements.txt
 	$(PY) -m pip install -c requirements.txt torch
 	$(PY) -m pip install --no-deps --no-build-isolation -e .
+	rm -rf $(VENV)/releases
+	for version in $$(sed -n 's/^verl==//p' requirements-releases.txt); do \
+	$(PY) -m pip install --no-compile --no-deps --target $(VENV)/releases/verl-$$version verl==$$version || exit 1; done
 	@touch $(READY)
 
 book: $(READY)
@@ -77,6 +80,7 @@ figures: $(READY)
 
 evidence: $(READY)
 	$(PY) -W ignore -m cpnorm.engine evidence
+	$(PY) -W ignore -m cpnorm.gpu evidence
 
 # Keeps the pins that still fit; remove requirements.txt first to move them all.
 lock: $(READY)

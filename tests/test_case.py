@@ -79,7 +79,7 @@ REFUSED = [
     ({"mode": "mean"}, "mode is 'mean', allowed is one of token-mean, "),
     ({"regime": "both"}, "regime is 'both', allowed is one of per-token, averaging"),
     ({"layout": ["zigzag"]}, "layout is ['zigzag'], allowed is one of zigzag, contiguous"),
-    ({"dtype": "bfloat16"}, "dtype is 'bfloat16', allowed is one of float64, float32"),
+    ({"dtype": "float16"}, "dtype is 'float16', allowed is one of float64, float32, bfloat16"),
     ({"sequences": ()}, "sequences is (), allowed is a list of at least one Sequence"),
     ({"sequences": 3}, "sequences is 3, allowed is a list of Sequence"),
     ({"sequences": ((3, 5),)}, "sequences is ((3, 5),), allowed is a list of Sequence"),

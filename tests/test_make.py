@@ -12,11 +12,12 @@ import pytest
 from cpnorm import serve
 
 ROOT = Path(__file__).parents[1]
+NEEDED = ("Makefile", "requirements.txt", "requirements-releases.txt", "pyproject.toml")
 
 
 def setup_with(folder, python):
     """What `make setup PYTHON=python` says in `folder`, without make's own last line."""
-    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+    for name in NEEDED:
         shutil.copy(ROOT / name, folder)
     run = subprocess.run(
         ["make", "setup", f"PYTHON={python}"], cwd=folder, capture_output=True, text=True
@@ -62,7 +63,7 @@ def test_python_without_venv(tmp_path):
 def test_interrupted_setup_is_not_taken_for_done(tmp_path):
     """An earlier set-up is out of date, and the installation of the new one fails."""
     python = fake_python(tmp_path, 'case "$2" in venv) ;; *) echo 3.11 ;; esac')
-    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+    for name in NEEDED:
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(shutil.which("false"))
@@ -75,7 +76,7 @@ def test_interrupted_setup_is_not_taken_for_done(tmp_path):
 
 
 def test_second_setup_does_nothing(tmp_path):
-    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+    for name in NEEDED:
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv/.ready").touch()

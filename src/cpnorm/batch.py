@@ -28,12 +28,16 @@ class Batch:
 
 
 def batch(
-    case: Case, rows: torch.Tensor | None = None, entropy: torch.Tensor | None = None
+    case: Case,
+    rows: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    device: str = "cpu",
 ) -> Batch:
     """The batch of `case`, a function of its sequences, seed and dtype, and of what is given, only.
 
     `rows` and `entropy`, `(T,)`, are a model's, drawn where they are not given; they are detached.
-    Everything else has the same noise either way. `ValueError` for another shape.
+    Everything else has the same noise either way, drawn on the CPU and then put on `device`.
+    `ValueError` for another shape.
 
     Log-ratios have standard deviation 0.15, so that clip bounds near 0.1 cut some tokens and
     spare others. Drawn rows, and all log-probabilities of the other policies, stay below -0.01.
@@ -60,4 +64,4 @@ def batch(
         start += seq.length
     old, ref = (new + 0.15 * noise[:2]).clamp(max=-0.01)
     values = (rows, entropy, old * real, ref * real, noise[2] * real, weights * real)
-    return Batch(*(v.to(getattr(torch, case.dtype)) for v in values), mask)
+    return Batch(*(v.to(device, getattr(torch, case.dtype)) for v in values), mask.to(device))

@@ -12,7 +12,7 @@ import yaml
 
 REGIMES = ("per-token", "averaging")
 LAYOUTS = ("zigzag", "contiguous")
-DTYPES = ("float64", "float32")
+DTYPES = ("float64", "float32", "bfloat16")
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,9 @@ def finished(case: Case, total: torch.Tensor) -> torch.Tensor:
     return total / (case.T if case.regime == "per-token" else case.D * case.C)
 
 
-def sharded(case: Case, copies: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sharded(
+    case: Case, copies: str, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss `(C,)`, gradient `(C, T)` and bool ownership `(C, T)` of every CP rank.
 
     Row c is what rank c (of each replica, for its own rows) contributes; the sum over c is what
@@ -114,13 +116,13 @@ def sharded(case: Case, copies: str) -> tuple[torch.Tensor, torch.Tensor, torch.
     all ranks go through one call, one below the other in the batch dimension, and a rank's loss is
     the total's share; with "neither" each rank has its own call.
     """
-    data, config = batch(case), actor_config(case)
-    value = torch.zeros(case.C, dtype=data.rows.dtype)
-    gradient = torch.zeros(case.C, case.T, dtype=data.rows.dtype)
-    owned = torch.zeros(case.C, case.T, dtype=torch.bool)
+    data, config = batch(case, device=device), actor_config(case)
+    value = data.rows.new_zeros(case.C)
+    gradient = data.rows.new_zeros(case.C, case.T)
+    owned = data.mask.new_zeros(case.C, case.T)
     for sequences in itertools.chain(*case.micro_batches()):
         micro = micro_batch(case, data, sequences)
-        own = owners(micro.lengths, case.C, case.tp, case.layout)
+        own = owners(micro.lengths, case.C, case.tp, case.layout).to(device)
         leaf = data.rows[micro.rows].repeat(case.C, 1).requires_grad_()
         log_prob, mask = columns(gather(leaf, own), micro), mask_seen(micro, own)
         if copies == "neither":
@@ -137,7 +139,7 @@ def sharded(case: Case, copies: str) -> tuple[torch.Tensor, torch.Tensor, torch.
     return finished(case, value), finished(case, gradient), owned
 
 
-def unsharded(case: Case) -> Reference:
+def unsharded(case: Case, device: str = "cpu") -> Reference:
     """The loss without context parallelism, from verl's function alone, and two measurements.
 
     `deviation` is how far the losses of the micro-batches, added, are from the loss of the whole
@@ -149,7 +151,7 @@ def unsharded(case: Case) -> Reference:
     the "sum" of the copies' losses, their "mean", or "neither".
     """
     whole = replace(case, dp=1, cp=1, tp=1, micro_batch_size=case.B)
-    data = batch(case)
+    data = batch(case, device=device)
     parts = [micro_batch(case, data, part) for part in itertools.chain(*case.micro_batches())]
     value, gradient = _joined([_one_call(whole, data.rows, micro_batch(case, data, range(case.B)))])
     singles = [_one_call(whole, data.rows[part.rows], part) for part in parts]
@@ -170,7 +172,7 @@ def unsharded(case: Case) -> Reference:
     return Reference(value, gradient, deviation, additive, copies)
 
 
-def check(case: Case, reference: Reference | None = None) -> Record:
+def check(case: Case, reference: Reference | None = None, device: str = "cpu") -> Record:
     """Compare `sharded` with `unsharded`, rank by rank and row by row.
 
     Rank c's gradient must be the reference's on its own rows and exactly 0 elsewhere; the sum over
@@ -178,8 +180,8 @@ def check(case: Case, reference: Reference | None = None) -> Record:
     reference gradient (or to |J|, for the loss, if that is larger). `reference`, if given, must be
     that of the same case at any `cp`, `tp` and `layout`.
     """
-    reference = reference or unsharded(case)
-    value, gradient, own = sharded(case, reference.copies)
+    reference = reference or unsharded(case, device)
+    value, gradient, own = sharded(case, reference.copies, device)
     largest = reference.gradient.abs().max()
     wrong = torch.cat([gradient - own * reference.gradient, gradient.sum(0)[None]])
     wrong[-1] -= reference.gradient

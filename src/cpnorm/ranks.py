@@ -66,7 +66,8 @@ class World:
             raise ValueError(f'device is "cpu" or "cuda", not {device!r}')
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError('device "cuda": torch sees no GPU')
-        self.size, self.timeout, self._ranks, self._closed = size, timeout, [], False
+        self.size, self.device, self.timeout = size, device, timeout
+        self._ranks, self._closed = [], False
         self._end = weakref.finalize(self, _end, self._ranks)
         if dist.is_torchelastic_launched():
             _join_torchrun(size, device, timeout)

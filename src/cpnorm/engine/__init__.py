@@ -22,7 +22,7 @@ def run(
     `RankError` if a rank fails.
     """
     check_fit(case, model)
-    return joined(world.run(_on_rank, case, model, exact, variant))
+    return joined(world.run(_on_rank, case, model, exact, variant, world.device))
 
 
 def check_fit(case: Case, model: Model) -> None:
@@ -44,10 +44,10 @@ def check_fit(case: Case, model: Model) -> None:
         raise ValueError(f"layout is {case.layout!r}, allowed is zigzag: {have}")
 
 
-def _on_rank(case, model, exact, variant):
+def _on_rank(case, model, exact, variant, device):
     """Imports verl and Megatron-Core in the ranks only."""
     from cpnorm import rank_imports  # noqa: F401
     from cpnorm.engine.step import run_rank
     from cpnorm.engine.variants import VARIANTS
 
-    return run_rank(case, model, exact, VARIANTS[variant])
+    return run_rank(case, model, exact, VARIANTS[variant], device)

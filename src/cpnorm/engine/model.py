@@ -5,6 +5,7 @@ cut into the shard of each rank. `result.join` puts the ranks' gradients back to
 """
 
 import re
+from importlib.util import find_spec
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -34,10 +35,20 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def block(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron-Core's local layer specification for this stage, with our attention and norm."""
+def attention(case: Case, device: str) -> type:
+    """Transformer Engine's attention where it can run: on CUDA, in bfloat16. Otherwise ours."""
+    if device == "cuda" and case.dtype == "bfloat16" and find_spec("transformer_engine"):
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        return TEDotProductAttention
+    return CPAttention
+
+
+def block(config: TransformerConfig, stage: int | None, core: type) -> TransformerBlockSubmodules:
+    """Megatron-Core's local layer specification for this stage, with `core` as its attention and
+    our norm."""
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = CPAttention
+    spec.submodules.self_attention.submodules.core_attention = core
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     layers = get_num_layers_to_build(config, stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
@@ -95,23 +106,32 @@ def transformer_config(case: Case, model: Model) -> TransformerConfig:
     return config
 
 
-def build(case: Case, model: Model, full: dict[str, torch.Tensor]) -> list[DistributedDataParallel]:
-    """This rank's model chunks, one for each virtual stage, wrapped for data parallelism."""
+def build(
+    case: Case, model: Model, full: dict[str, torch.Tensor], device: str = "cpu"
+) -> list[DistributedDataParallel]:
+    """This rank's model chunks, one for each virtual stage, wrapped for data parallelism.
+
+    Gradients of a bfloat16 model are summed in float32, as verl 0.9.1 has it by default.
+    """
     config = transformer_config(case, model)
-    ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=False,
+        grad_reduce_in_fp32=case.dtype == "bfloat16",
+    )
     chunks = []
     for stage in range(case.vpp or 1):
         where = {"ignore_virtual": False, "vp_stage": stage if case.vpp else None}
         gpt = GPTModel(
             config,
-            block(config, where["vp_stage"]),
+            block(config, where["vp_stage"], attention(case, device)),
             vocab_size=model.vocab,
             max_sequence_length=1,  # rotary embedding needs no table
             position_embedding_type="rope",
             pre_process=mpu.is_pipeline_first_stage(**where),
             post_process=mpu.is_pipeline_last_stage(**where),
             vp_stage=where["vp_stage"],
-        ).to(config.params_dtype)
+        ).to(device, config.params_dtype)
         for name, parameter in parameters(gpt):
             parameter.data.copy_(shard(name, parameter, full[name]))
         chunks.append(DistributedDataParallel(config, ddp, gpt))

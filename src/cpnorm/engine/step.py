@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import McoreEngineConfig
@@ -35,9 +36,11 @@ from cpnorm.transformer import Model
 class Engine(MegatronEngineWithLMHead):
     """verl's engine on the tiny model."""
 
+    device = "cpu"
+
     def initialize(self, case: Case, model: Model, weights: dict[str, torch.Tensor]) -> None:
         """Build the model in place of loading one. Records what Megatron divides by."""
-        self.module = build(case, model, weights)
+        self.module = build(case, model, weights, self.device)
         self.tf_config = self.module[0].config
         self.tokens, self.divisor = [], None
         self.tf_config.finalize_model_grads_func = self._finalize
@@ -135,9 +138,15 @@ def data_of_replica(case: Case, ids: list[torch.Tensor], numbers: Batch, d: int)
 
 
 def run_rank(
-    case: Case, model: Model, exact: bool = False, engine_class: type[Engine] = Engine
+    case: Case,
+    model: Model,
+    exact: bool = False,
+    engine_class: type[Engine] = Engine,
+    device: str = "cpu",
 ) -> RankResult:
     """Run the step on this rank of a started world of `dp * cp * tp * pp` ranks.
+
+    On "cuda" nothing is answered in CUDA's place, and the rank's GPU is the current one.
 
     `exact` takes Megatron-Core's float32 steps out, see `cpnorm.engine.float64`. `engine_class` is
     verl's engine or one of `cpnorm.engine.variants`.
@@ -150,8 +159,12 @@ def run_rank(
         kl_loss_coef=case.kl_coef,
     )
     float32 = Float64() if exact else nullcontext()
-    with cuda_on_cpu(), float32, topology(case.dp, case.cp, case.tp, case.pp, case.vpp):
+    stand_in = cuda_on_cpu() if device == "cpu" else nullcontext()
+    with stand_in, float32, topology(case.dp, case.cp, case.tp, case.pp, case.vpp):
+        if device == "cuda":
+            model_parallel_cuda_manual_seed(case.seed)
         engine = engine_class(MODEL_CONFIG, engine_config(case), None, None)
+        engine.device = device
         engine.initialize(case, model, weights)
         data = data_of_replica(case, ids, brought, mpu.get_data_parallel_rank())
         torch.manual_seed(case.seed)  # clip_cov draws: the ranks of a CP group must draw alike
@@ -161,7 +174,7 @@ def run_rank(
 
 def _result(engine: Engine, output: dict) -> RankResult:
     gradients = {
-        name: (parameter.main_grad.clone(), cut_dimension(parameter))
+        name: (parameter.main_grad.to("cpu", copy=True), cut_dimension(parameter))
         for chunk in engine.module
         for name, parameter in parameters(chunk.module)
     }

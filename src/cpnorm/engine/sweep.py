@@ -158,8 +158,7 @@ def run(jobs: Iterable[Job], progress: bool = False) -> list[Record]:
             if job in steps:
                 steps[job] = step
             if job in jobs and additive(job.case):
-                reference = _oracle(_whole(job.case), job.model)
-                records.append(_record(job, step, seconds, "oracle", *reference))
+                records.append(_record(job, step, seconds, "oracle", *reference(job)))
             if job in jobs and own.get(job, job) != job:
                 records.append(_against_engine(job, step, seconds, steps[own[job]]))
     finally:
@@ -187,6 +186,11 @@ def _additive(case):
     return check.unsharded(case).additive
 
 
+def reference(job: Job) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradient and loss of an additive job's mini-batch by the oracle, without any parallelism."""
+    return _oracle(_whole(job.case), job.model)
+
+
 def _whole(case):
     """The case in one micro-batch without any parallelism: what an additive loss depends on."""
     sizes = {"dp": 1, "cp": 1, "tp": 1, "pp": 1, "vpp": None, "micro_batch_size": case.B}
@@ -207,10 +211,10 @@ def _oracle(case, model):
     return gradient, float(J)
 
 
-def _against_engine(job, step, seconds, reference):
-    if reference is None:
+def _against_engine(job, step, seconds, alone):
+    if alone is None:
         return Record(**job._asdict(), reference="engine", message="its reference failed")
-    return _record(job, step, seconds, "engine", reference.gradients, reference.loss)
+    return _record(job, step, seconds, "engine", alone.gradients, alone.loss)
 
 
 def _record(job, step, seconds, name, gradient, loss):

@@ -13,9 +13,10 @@ class Remainder(Engine):
     """CP rank r reports `t // C`, and one token more if `r < t mod C`: the counts add up to t."""
 
     def postprocess_micro_batch_func(self, output, data, *args, **kwargs):
-        loss, tokens, output = super().postprocess_micro_batch_func(output, data, *args, **kwargs)
-        rest = self._routed_num_tokens(data) % mpu.get_context_parallel_world_size()
-        return loss, tokens + (mpu.get_context_parallel_rank() < rest).to(torch.int), output
+        loss, _, output = super().postprocess_micro_batch_func(output, data, *args, **kwargs)
+        C = mpu.get_context_parallel_world_size()
+        spread = self._routed_num_tokens(data) + C - 1 - mpu.get_context_parallel_rank()
+        return loss, (spread // C).to(torch.int), output
 
 
 class FullCount(Engine):

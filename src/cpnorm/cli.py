@@ -1,0 +1,169 @@
+"""The command `cpnorm`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Does a sequence-mean policy loss keep its meaning under context parallelism?",
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with `argv`, by default the process's own. Returns the exit status.
+
+    An expected error is one sentence on stderr and exit status 2.
+    """
+    try:
+        return app(argv, prog_name="cpnorm", standalone_mode=False) or 0
+    except typer.Abort:
+        return 130
+    except typer.TyperException as error:  # bad usage: an unknown option, a missing argument
+        sentence = error.format_message().rstrip(".")
+    except (ValueError, OSError) as error:
+        sentence = str(error)
+    print(f"cpnorm: {' '.join(sentence.split())}.", file=sys.stderr)
+    return 2
+
+
+@app.callback()
+def _command():
+    pass
+
+
+@app.command()
+def explain(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", show_default=False),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Sequences of one mini-batch, a prompt's and a response's tokens on each line.",
+        ),
+    ] = None,
+    dp: Annotated[
+        int | None,
+        typer.Option(min=1, help="Data-parallel replicas, if the configuration lacks GPUs."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+):
+    """Say what a verl configuration does to its policy loss, and whether that is safe.
+
+    CONFIG is a YAML file: a whole trainer configuration, or its actor_rollout_ref part. KEY=VALUE
+    changes it as on verl's command line. Nothing in the file is imported or run.
+
+    Safe: the installed verl runs it, and the optimizer sees the gradient of the objective that
+    loss_agg_mode names, up to the printed factor T/K. Not safe: verl raises, the loss is another
+    than the configured one, it depends on the micro-batches, or its scale is off by more than T/K.
+    Not covered: the book does not say. Only the actor's policy loss is judged.
+
+    \b
+    Exit status
+      0  safe
+      1  not safe, or not covered
+      2  unusable input
+
+    \b
+    Examples
+      cpnorm explain run.yaml
+      cpnorm explain run.yaml actor_rollout_ref.actor.megatron.context_parallel_size=4
+      cpnorm explain run.yaml trainer.nnodes=2 --lengths lengths.txt
+      cpnorm explain run.yaml --json | jq .status
+    """
+    from cpnorm import user_file, verl_config
+    from cpnorm.explain import explain as judge
+    from cpnorm.verdict import show
+
+    settings = verl_config.load(config, overrides or ())
+    sequences = user_file.read_lengths(lengths) if lengths is not None else None
+    verdict = judge(settings, sequences, dp)
+    if as_json:
+        print(verdict.to_json())
+    else:
+        show(verdict)
+    return verdict.exit_status
+
+
+@app.command()
+def check(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", show_default=False)] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the ranks run.")] = "cpu",
+):
+    """Run a configuration's topology and loss, scaled down to a tiny model, and compare.
+
+    The installed verl and Megatron-Core take one training step in the DP x CP x TP x PP of CONFIG,
+    with its policy loss, in each regime that is possible. The gradient is compared with plain torch
+    without any parallelism, parameter by parameter. Without CONFIG: GSPO on two replicas of two
+    context-parallel ranks.
+
+    On cpu the ranks are processes of this machine; replicas above two are left out. On cuda they
+    take its GPUs, and share one that is alone. Under torchrun they are the ranks it started, and
+    all of them are used.
+
+    \b
+    Exit status
+      0  agrees
+      1  disagrees, or a rank failed: verl's or Megatron's own error is printed
+      2  unusable input
+
+    \b
+    Examples
+      cpnorm check
+      cpnorm check run.yaml actor_rollout_ref.actor.megatron.context_parallel_size=4
+      cpnorm check run.yaml --device cuda
+      torchrun --nnodes 2 --nproc-per-node 8 ... -m cpnorm check run.yaml --device cuda
+    """
+    from cpnorm import own_run, verl_config
+    from cpnorm.ranks import RankError
+    from cpnorm.settings import Settings
+    from cpnorm.which_regime import regimes
+
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}, allowed is cpu or cuda")
+    if config is None:
+        settings = Settings(cp=2, nodes=1, gpus_per_node=4, given=frozenset({"trainer.nnodes"}))
+        settings = replace(settings, loss="gspo", mode="seq-mean-token-mean")
+        names = ["per-token", "averaging"]
+    else:
+        settings = verl_config.load(config, overrides or ())
+        names = regimes(settings)[0]
+    ranks = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+    first = os.environ.get("RANK", "0") == "0" if ranks else True
+    jobs = own_run.plan(settings, names, ranks, device)
+    try:
+        with own_run.progress(len(jobs), first) as say:
+            results = own_run.run(jobs, device, say)
+    except RankError as error:
+        print(f"cpnorm: {error}", file=sys.stderr)
+        return 1
+    if first:
+        own_run.show(results, device)
+    return 0 if all(one.agrees for one in results if one.judged) else 1
+
+
+@app.command()
+def walkthrough():
+    """Print the book as one text for a pull-request or issue discussion, in GitHub's Markdown.
+
+    \b
+    Examples
+      cpnorm walkthrough > comment.md
+      cpnorm walkthrough | gh pr comment 7915 --body-file -
+    """
+    from cpnorm.walkthrough import repository, text
+
+    print(text(repository()), end="")

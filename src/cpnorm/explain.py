@@ -1,0 +1,259 @@
+"""From a configuration's settings to a verdict: does its loss keep its meaning in this topology?"""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from cpnorm import case, claims, count, installed
+from cpnorm.micro_batches import tokens
+from cpnorm.settings import Settings
+from cpnorm.verdict import STATUSES, Finding, Outcome, Ratio, Verdict
+from cpnorm.which_regime import regimes
+
+RUN = {"D": 4, "cp": 8, "tp": 2, "pp": 2}
+"""Largest sizes among the book's runs of the engine, of at most 8 ranks."""
+
+SHARDING = ("objective", "ownership", "gather", "any-loss", "losses", "topologies")
+AUXILIARY = (
+    "the experts' auxiliary loss is no part of the objective; in the per-token regime "
+    "Megatron-Core 0.16.1 and 0.18.2 make its gradient 1/CP of what it should be"
+)
+NO_OBJECTIVE = {
+    "geo_mean": "ends in a mean over the micro-batch: its gradient grows with their number",
+    "clip_cov": "chooses tokens by statistics of the micro-batch: it depends on the split",
+    "kl_cov": "chooses tokens by statistics of the micro-batch: it depends on the split",
+}
+
+
+def explain(
+    settings: Settings, lengths: Sequence[case.Sequence] | None = None, dp: int | None = None
+) -> Verdict:
+    """The verdict on `settings`.
+
+    `lengths` are the sequences of one mini-batch in verl's order, `dp` the number of replicas where
+    the settings do not say it. `ValueError` if they do not fit together.
+    """
+    s = settings
+    if dp is not None and s.D not in (None, dp):
+        raise ValueError(f"dp is {dp}, allowed is {s.D}, which the configuration says")
+    D = s.D if dp is None else dp
+    if s.strategy != "megatron":
+        text = f"strategy {s.strategy} does not take Megatron's engine, and this book no other"
+        why = "Megatron has no part in it"
+        outcomes = [Outcome("another", True, (Finding("not covered", text),), None)]
+    else:
+        names, why = regimes(s)
+        outcomes = [_outcome(s, D, name, lengths) for name in names]
+    register = _register()
+    named = [n for o in outcomes for f in o.findings for n in f.statements if n in register]
+    statements = {n: (register[n]["title"], register[n]["status"]) for n in dict.fromkeys(named)}
+    return Verdict(installed.versions(), _path(s, D), why, tuple(outcomes), statements)
+
+
+def _path(s, D):
+    if s.strategy != "megatron":
+        return {"strategy": s.strategy}
+    return {
+        "strategy": "megatron",
+        "layout": "THD" if s.remove_padding else "BSHD",
+        "context parallelism": "dynamic" if s.dynamic_cp else "static",
+        "fused kernels": s.fused,
+        "DP": D,
+        "CP": s.cp,
+        "TP": s.tp,
+        "PP": s.pp,
+        "EP": s.ep,
+        "loss": s.loss,
+        "loss_agg_mode": s.mode,
+        "aggregated as": installed.aggregated(s.loss, s.mode),
+        "micro-batches": _batches(s),
+    }
+
+
+def _batches(s):
+    if s.dynamic_cp:
+        return f"by verl's dynamic CP scheduler, up to {s.max_seqlen} tokens a rank"
+    if s.dynamic_batch:
+        return f"by tokens, up to {s.max_token_len} x {s.cp}"
+    if s.micro_batch is None:
+        return "size not given, verl needs ppo_micro_batch_size_per_gpu or use_dynamic_bsz"
+    return f"of {s.micro_batch} sequences"
+
+
+def _outcome(s, D, regime, lengths):
+    raises = [Finding("not safe", text, names) for text, names in _raises(s, D, regime)]
+    findings = [*raises, *_other_objective(s), *_uncovered(s)]
+    ratio = None
+    if regime == "averaging":
+        findings.append(
+            Finding(
+                "safe",
+                "Megatron averages over micro-batches and replicas and counts no tokens; verl's "
+                "factors cancel that, T/K is 1",
+                (*SHARDING, "regimes"),
+            )
+        )
+    elif not installed.engine().counts:
+        size = f"{D * s.cp} times" if D else f"D times {s.cp}, D the replicas, times"
+        findings.append(
+            Finding(
+                "not safe",
+                f"verl {installed.versions()['verl']} reports no tokens to Megatron, which then "
+                f"does not divide: the gradient is {size} too large",
+                ("two-tuple",),
+            )
+        )
+    elif s.dynamic_cp:
+        text = "verl's dynamic CP counts the tokens of every rank: T/K is 1"
+        findings.append(Finding("safe", text, (*SHARDING[:4], "cancellation", "dynamic-engine")))
+    elif not raises:
+        ratio = _ratio(s, D, lengths)
+        findings.append(_counted(s, ratio))
+    findings += _notes(s, D, regime)
+    findings.sort(key=lambda f: -STATUSES.index(f.status))
+    return Outcome(regime, not raises, tuple(findings), ratio)
+
+
+def _raises(s, D, regime):
+    """Why verl or Megatron ends the run, with statements."""
+    engine = installed.engine()
+    verl = f"verl {installed.versions()['verl']}"
+    if s.dynamic_cp:
+        if not installed.has_dynamic_groups():
+            version = installed.versions()["megatron-core"]
+            yield f"Megatron-Core {version} has no dynamic_context_parallel: verl raises", ()
+        if D is not None and D * s.cp % 2:
+            text = f"dynamic CP needs an even number of DP x CP ranks, not {D * s.cp}"
+            yield f"{verl} raises: {text}", ()
+        if s.vpp not in (None, 1) or s.pad_to_length or not s.remove_padding:
+            text = "dynamic CP excludes virtual pipeline stages, pad_to_length and BSHD"
+            yield f"{verl} raises: {text}", ()
+    if regime == "averaging":
+        return
+    if not s.remove_padding and engine.refuses_bshd:
+        yield f"{verl} raises ValueError: calculate_per_token_loss needs use_remove_padding", ()
+    if engine.guard and s.mode == "seq-mean-token-mean" and not s.dynamic_cp:
+        text = "its guard refuses seq-mean-token-mean with calculate_per_token_loss"
+        yield f"{verl} raises ValueError: {text}, though the gradient were right", ("guard",)
+
+
+def _other_objective(s):
+    """Where the loss that runs is not the one that the configuration names."""
+    real = installed.aggregated(s.loss, s.mode)
+    if s.loss in NO_OBJECTIVE:
+        yield Finding("not safe", f"{s.loss} {NO_OBJECTIVE[s.loss]}", ("objective", "losses"))
+    elif real != s.mode:
+        yield Finding(
+            "not safe",
+            f"{s.loss} aggregates with {real} whatever loss_agg_mode says, and that says {s.mode}",
+            ("objective", "losses"),
+        )
+    if "seq-mean-token-sum-norm" in (real, s.mode) and s.loss_scale_factor is None:
+        yield Finding(
+            "not safe",
+            "seq-mean-token-sum-norm without loss_scale_factor divides by the width of the "
+            "micro-batch: set actor.loss_scale_factor",
+            ("objective", "losses"),
+        )
+
+
+def _uncovered(s):
+    """What the book has not looked at."""
+    verl = installed.versions()["verl"]
+    texts = {
+        f"verl {verl} is none of the releases {', '.join(installed.EXAMINED)} that were read": (
+            verl not in installed.EXAMINED
+        ),
+        "the BSHD layout (use_remove_padding=False) is not run in the book": not s.remove_padding,
+        "fused kernels compute log-probabilities on a path that is not run in the book": s.fused,
+        "Megatron-FSDP replaces the gradient reduction that the book describes": s.megatron_fsdp,
+        "pad_to_length adds rows that are not run in the book": s.pad_to_length,
+        f"EP {s.ep}: expert gradients are reduced over other ranks, the runs have EP 1": s.ep > 1,
+        "distillation adds another loss": s.distillation,
+        "multi-token prediction adds another loss": s.mtp,
+        "dynamic CP is not covered by a proved statement yet": (
+            s.dynamic_cp and _register().get("dynamic-engine", {}).get("status") != "proved"
+        ),
+    }
+    yield from (Finding("not covered", text) for text, applies in texts.items() if applies)
+    if s.balancing not in (None, "none"):
+        yield Finding("not covered", AUXILIARY)
+
+
+def _counted(s, ratio):
+    names = (*SHARDING, "cancellation", "token-count", "guard", "precision")
+    if s.cp == 1:
+        return Finding("safe", "with CP 1 the count of tokens is exact: T/K is 1", names)
+    if ratio.exact and ratio.exact[1] == 0:
+        return Finding(
+            "not safe",
+            f"every micro-batch has fewer than {s.cp} tokens: K is 0, and the gradient is "
+            f"{ratio.exact[0]} times too large",
+            names,
+        )
+    text = "sharding and counting multiply the gradient by T/K, bounds below, and do nothing else"
+    return Finding("safe", text, names)
+
+
+def _ratio(s, D, lengths):
+    exact = None
+    if lengths is not None:
+        t = tokens(s, D, lengths)
+        T, value = sum(map(sum, t)), count.ratio(t, s.cp)
+        exact = T, count.divisor(t, s.cp), value
+    least = 2 * (1 if s.dynamic_batch else s.micro_batch or 1)
+    most = None
+    if s.dynamic_batch:
+        most = s.max_token_len * s.cp
+    elif s.micro_batch and s.is_given("max_prompt") and s.is_given("max_response"):
+        most = s.micro_batch * (s.max_prompt + s.max_response)
+    sizes = {least, 128, 1024, 8192} | ({most} if most else set())
+    sizes = sorted(t for t in sizes if least <= t <= (most or t))
+    bounds = ((t, 1 + count.worst(t, s.cp) if t >= s.cp else None) for t in sizes)
+    return Ratio(tuple(bounds), exact)
+
+
+def _notes(s, D, regime):
+    """What a reader should know that decides nothing."""
+    if s.is_given("unused_remove_padding") and s.unused_remove_padding != s.remove_padding:
+        yield Finding(
+            "safe",
+            "actor.megatron.use_remove_padding is overwritten by actor_rollout_ref.model."
+            f"use_remove_padding, which is {s.remove_padding}",
+        )
+    if s.is_given("unused_fused") and s.unused_fused != s.fused:
+        yield Finding(
+            "safe",
+            "actor.megatron.use_fused_kernels is overwritten by actor_rollout_ref.model."
+            f"use_fused_kernels, which is {s.fused}",
+        )
+    if s.loss == "gspo" and s.mode != "seq-mean-token-mean":
+        yield Finding(
+            "safe", f"GSPO's paper aggregates with seq-mean-token-mean, here it is {s.mode}"
+        )
+    if s.per_token is False and regime == "per-token":
+        yield Finding(
+            "safe", "override_transformer_config sets calculate_per_token_loss=False, to no effect"
+        )
+    if s.dtype == "float16" and regime == "per-token":
+        text = "the loss is multiplied by T/DP before backward, float16's loss scale must absorb it"
+        yield Finding("safe", text, ("precision",))
+    version = installed.versions()["verl"]
+    if version in installed.EXAMINED[:-1]:
+        last = installed.EXAMINED[-1]
+        text = f"the book's runs are verl {last}'s, of {version} only the source was read"
+        yield Finding("safe", text)
+    sizes = {"D": D or 1, "cp": s.cp, "tp": s.tp, "pp": s.pp}
+    large = [f"{n.upper()} {v}" for n, v in sizes.items() if v > RUN[n]]
+    if large:
+        yield Finding(
+            "safe",
+            f"the book's runs of the engine end below {', '.join(large)}, its proof does not",
+            ("cancellation",),
+        )
+
+
+@functools.cache
+def _register():
+    root = Path(__file__).parents[2]
+    return claims.load(root) if (root / "claims.yml").is_file() else {}
