@@ -52,22 +52,32 @@ def test_a_record_is_read_back(tmp_path, measured):
     assert gpu.record(tmp_path) == measured
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_the_page_says_whether_anything_ran(tmp_path, measured, recorded):
-    """Run as a reader without a GPU runs it, with a record at hand and without."""
-    folder = tmp_path / "evidence"
-    folder.mkdir()
-    if recorded:
-        (folder / gpu.FILE).write_text(json.dumps(measured))
-    (tmp_path / "notebooks").mkdir()
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = NotebookClient(notebook, resources={"metadata": {"path": tmp_path / "notebooks"}})
-    client.execute()
-    said = [
+def said(notebook):
+    return [
         output["data"]["text/markdown"]
         for cell in notebook.cells
         for output in cell.get("outputs", [])
     ]
-    assert len(said) == 4
-    assert ("no run on one is recorded" in said[0]) is not recorded
-    assert all((text == "Nothing ran.") is not recorded for text in said[1:])
+
+
+def test_the_page_says_that_nothing_ran():
+    """As long as no record is committed."""
+    texts = said(nbformat.read(NOTEBOOK, as_version=4))
+    recorded = (NOTEBOOK.parents[1] / "evidence" / gpu.FILE).is_file()
+    assert len(texts) == 4
+    assert ("no run on one is recorded" in texts[0]) is not recorded
+    assert all((text == "Nothing ran.") is not recorded for text in texts[1:])
+
+
+def test_the_page_shows_a_record_as_one(tmp_path, measured):
+    """Run as a reader without a GPU runs it, with a record at hand."""
+    for name in ("evidence", "notebooks"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "evidence" / gpu.FILE).write_text(json.dumps(measured))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    folder = {"metadata": {"path": tmp_path / "notebooks"}}
+    NotebookClient(notebook, resources=folder).execute()
+    texts = said(notebook)
+    assert texts[0] == "No GPU is at hand. This is the record of a run on one."
+    assert "Nothing ran." not in texts
+    assert texts[3].count("CPAttention") == len(measured["engine"])

@@ -309,7 +309,18 @@ def script(tmp_path, end, light=True):
         text=True,
         env=os.environ | {"TMPDIR": str(tmp_path)},  # multiprocessing's socket outlives a SIGKILL
         start_new_session=True,
+        # as in a terminal: a shell's background jobs, and all that they start, ignore Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def communicated(program):
+    """What an ended program wrote to stderr. One that does not end in time is killed."""
+    try:
+        return program.communicate(timeout=SOON)[1]
+    except subprocess.TimeoutExpired:
+        program.kill()
+        raise
 
 
 def test_program_that_just_ends(tmp_path):
@@ -339,7 +350,7 @@ def test_ctrl_c_while_the_ranks_wait(tmp_path):
         assert program.stdout.readline() == "waits\n"
         processes = psutil.Process(program.pid).children(recursive=True)
         os.killpg(program.pid, signal.SIGINT)
-        _, noise = program.communicate()
+        noise = communicated(program)
         assert noise.count("KeyboardInterrupt") == noise.count("Traceback") == 1, noise
         assert not psutil.wait_procs(processes, timeout=SOON)[1]
 
@@ -356,7 +367,7 @@ def test_program_that_is_ended(tmp_path, how):
             os.killpg(program.pid, how)
         else:
             program.send_signal(how)
-        _, noise = program.communicate()
+        noise = communicated(program)
         assert program.returncode == -how
         assert noise.count("Traceback") == (how == signal.SIGINT), noise
         assert not psutil.wait_procs(processes, timeout=SOON)[1]
