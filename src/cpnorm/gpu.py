@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from cpnorm import check, engine, oracle
+from cpnorm import engine, oracle
 from cpnorm.case import DTYPES, Case, Sequence
-from cpnorm.engine.model import attention
 from cpnorm.evidence import provenance
 from cpnorm.ranks import World, backend
 from cpnorm.transformer import Model
@@ -42,6 +41,9 @@ def measure(device: str = "cuda") -> dict:
     each CP size and dtype T/K as predicted and measured, and the residual against the oracle;
     float64 without Megatron's float32 steps.
     """
+    from cpnorm import check  # verl and Megatron-Core, which take seconds to import
+    from cpnorm.engine.model import attention
+
     cases = [replace(CASE, cp=cp, dtype=dtype) for cp in CP_SIZES for dtype in DTYPES]
     found = {"provenance": provenance(), "device": about(device), "losses": [], "engine": []}
     for case in tqdm(cases, unit="case", leave=False, desc="losses"):
