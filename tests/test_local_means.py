@@ -17,7 +17,6 @@ from cpnorm.case import Case, Sequence
 from cpnorm.check import tolerance
 from cpnorm.layout import owners, padded
 from cpnorm.local_means import (
-    angle,
     factors,
     local_loss,
     on_rank,
@@ -27,6 +26,7 @@ from cpnorm.local_means import (
 )
 from cpnorm.losses import columns, micro_batch
 from cpnorm.transformer import Model
+from cpnorm.vectors import angle
 from strategies import cases, sequences
 
 matplotlib.use("agg")

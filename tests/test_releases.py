@@ -11,7 +11,8 @@ import torch
 
 from cpnorm import engine, oracle, releases
 from cpnorm.case import Case, Sequence
-from cpnorm.releases import BESIDE, INSTALLED, RELEASES, Job, flat, multiple
+from cpnorm.releases import BESIDE, INSTALLED, RELEASES, Job
+from cpnorm.vectors import angle, flat, multiple
 
 ROOT = Path(__file__).parents[1]
 EXACT = 1e-13  # as in test_engine.py
@@ -126,9 +127,9 @@ def test_value_and_sapo_losses_are_verls():
 def test_multiple_and_angle():
     a = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert multiple(2 * a, a) == (2.0, 0.0)
-    assert releases.angle(a, 5 * a) == 0
+    assert angle(a, 5 * a) == 0
     right = torch.tensor([-4.0, 3.0], dtype=torch.float64)
-    assert releases.angle(a, right) == pytest.approx(90)
+    assert angle(a, right) == pytest.approx(90)
     assert multiple(a + right, a) == pytest.approx((1, 4 / 7))
 
 

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -127,6 +126,8 @@ def check(
       cpnorm check run.yaml --device cuda
       torchrun --nnodes 2 --nproc-per-node 8 ... -m cpnorm check run.yaml --device cuda
     """
+    import torch.distributed as dist
+
     from cpnorm import own_run, verl_config
     from cpnorm.ranks import RankError
     from cpnorm.settings import Settings
@@ -135,14 +136,15 @@ def check(
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}, allowed is cpu or cuda")
     if config is None:
-        settings = Settings(cp=2, nodes=1, gpus_per_node=4, given=frozenset({"trainer.nnodes"}))
-        settings = replace(settings, loss="gspo", mode="seq-mean-token-mean")
+        given = frozenset({"trainer.nnodes"})
+        sizes = {"cp": 2, "nodes": 1, "gpus_per_node": 4, "given": given}
+        settings = Settings(loss="gspo", mode="seq-mean-token-mean", **sizes)
         names = ["per-token", "averaging"]
     else:
         settings = verl_config.load(config, overrides or ())
         names = regimes(settings)[0]
-    ranks = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
-    first = os.environ.get("RANK", "0") == "0" if ranks else True
+    ranks = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else None
+    first = ranks is None or os.environ["RANK"] == "0"
     jobs = own_run.plan(settings, names, ranks, device)
     try:
         with own_run.progress(len(jobs), first) as say:

@@ -85,12 +85,6 @@ def parameter_gradients(case: Case, model: Model) -> tuple[dict, dict]:
     return oracle.gradient(case, model)[1], oracle.gradient(case, model, local)[1]
 
 
-def angle(x: Tensor, y: Tensor) -> float:
-    """Angle in degrees between two vectors, exact to rounding for small angles too."""
-    x, y = x / x.norm(), y / y.norm()
-    return float(torch.rad2deg(2 * torch.atan2((x - y).norm(), (x + y).norm())))
-
-
 def engine_on_rank(case: Case, model: Model):
     """One exact step through verl's engine on this rank of a `World`, its mask cut to its share.
 

@@ -1,0 +1,22 @@
+"""Gradients as vectors: end to end, as a multiple of another, at an angle to it."""
+
+import torch
+from torch import Tensor
+
+
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    """All parameters' gradients end to end."""
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+
+def multiple(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Least-squares ratio of two flat gradients, and the largest deviation from that multiple,
+    relative to the largest entry of `found`."""
+    ratio = float(found @ wanted / (wanted @ wanted))
+    return ratio, float((found - ratio * wanted).abs().max() / found.abs().max())
+
+
+def angle(a: Tensor, b: Tensor) -> float:
+    """Angle of two flat gradients in degrees, by the tangent of its half, exact for small ones."""
+    a, b = a / a.norm(), b / b.norm()
+    return float(torch.rad2deg(2 * torch.atan2((a - b).norm(), (a + b).norm())))
