@@ -20,6 +20,9 @@ DTYPES = pytest.mark.parametrize("dtype", precision.UNIT)
 
 @pytest.fixture(scope="module", autouse=True)
 def process():
+    """Megatron-Core in this process, after another world in it that has ended."""
+    with precision.alone():
+        pass
     with precision.alone():
         yield
 

@@ -6,14 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpnorm import oracle, transformer
+from cpnorm import oracle, precision, transformer
 from cpnorm.batch import batch
 from cpnorm.case import Case, Sequence, modes
-from cpnorm.engine.cuda_on_cpu import cuda_on_cpu
 from cpnorm.engine.float64 import Float64
 from cpnorm.losses import (
     actor_config,
@@ -23,7 +21,6 @@ from cpnorm.losses import (
     policy_loss,
     row_index,
 )
-from cpnorm.topology import topology
 from cpnorm.transformer import Model
 
 DENSE, MOE = Model(), Model(experts=4)
@@ -42,10 +39,8 @@ def ids_of(length, seed=0):
 @pytest.fixture(scope="module")
 def megatron():
     """Builds Megatron's `GPTModel` of a `Model` and a seed, in a world of this one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with cuda_on_cpu(), topology():
+    with precision.alone():
         yield _gpt
-    dist.destroy_process_group()
 
 
 def _gpt(model, seed=0):

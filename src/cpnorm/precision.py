@@ -123,7 +123,7 @@ def router_bound(largest: float, spread: float, k: int) -> float:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Megatron-Core in this process, a world of one rank on the CPU, once in a process's life."""
+    """Megatron-Core in this process, a world of one rank on the CPU."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with cuda_on_cpu(), topology():

@@ -43,6 +43,10 @@ def topology(dp=1, cp=1, tp=1, pp=1, vpp=None):
     groups, create = dist.distributed_c10d._world.pg_map, parallel_state.create_group
     if dist.get_backend() == "gloo":
         create = _shared(create)
+    kept = _stale.union(_groups.values()) - {dist.GroupMember.NON_GROUP_MEMBER}
+    if not kept <= set(groups):  # their world is gone
+        _stale.clear()
+        _groups.clear()
     if _stale:
         _destroy(_stale)
     before = set(groups)
