@@ -1,11 +1,19 @@
 """What nbval leaves out when it compares a notebook's outputs, and the built book for its tests."""
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
 
 NOT_COMPARED = ("image/svg+xml", "stderr")  # PNG is left out by nbval itself
+
+gc.disable()  # until torch, verl and Megatron-Core are imported: a good deal to look at
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from matplotlib.testing.compare import compare_images
 
-from cpnorm import figures, mutants
+from cpnorm import mutants
 from cpnorm.case import Case, Sequence
 from cpnorm.evidence import Record
+from cpnorm.figures import FLOOR
+from cpnorm.figures.engine import SERIES, coverage
+from cpnorm.figures.losses import draw
 from cpnorm.transformer import Model
 
 matplotlib.use("agg")
@@ -20,7 +23,7 @@ TOLERANCE = 1  # of 255, root mean square: antialiasing
 @pytest.fixture
 def difference(tmp_path):
     def compare(picture):
-        figures.draw(tmp_path)
+        draw(tmp_path)
         return compare_images(COMMITTED / picture.name, tmp_path / picture.name, TOLERANCE)
 
     return compare
@@ -54,10 +57,10 @@ ENGINE_RECORDS = [
 
 
 def test_coverage_shows_the_largest_residual_and_what_is_missing():
-    figure = figures.coverage(ENGINE_RECORDS)
-    panels = figure.axes[: len(figures.SERIES)]
+    figure = coverage(ENGINE_RECORDS)
+    panels = figure.axes[: len(SERIES)]
     exact, plain, own = (np.ma.filled(p.images[0].get_array(), np.nan) for p in panels)
-    np.testing.assert_allclose(exact, [[np.nan, -14.0], [figures.FLOOR, np.nan]])
+    np.testing.assert_allclose(exact, [[np.nan, -14.0], [FLOOR, np.nan]])
     np.testing.assert_allclose(plain, [[-7.0, np.nan], [np.nan, np.nan]])
     assert np.isnan(own).all()
     crosses = [[line.get_xydata().tolist() for line in p.lines] for p in panels]
@@ -66,13 +69,3 @@ def test_coverage_shows_the_largest_residual_and_what_is_missing():
         [t.get_text() for t in axis.get_ticklabels()] for axis in (panels[0].xaxis, panels[0].yaxis)
     ]
     assert labels == [["2×1", "1×2"], ["dense, TP 1, PP 1", "dense, TP 2, PP 1"]]
-
-
-def test_float32_has_a_point_a_record_and_the_two_levels():
-    figure = figures.float32(ENGINE_RECORDS)
-    for axes, largest in zip(figure.axes, (10**figures.FLOOR, 1e-7), strict=True):
-        points = np.concatenate([x.get_ydata() for x in axes.lines if x.get_linestyle() == "None"])
-        assert len(points) == 4
-        assert points.max() == pytest.approx(largest)
-        levels = [x.get_ydata()[0] for x in axes.lines if x.get_linestyle() != "None"]
-        assert levels == [2**-24, 2**-23]

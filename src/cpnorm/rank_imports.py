@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 
+gc.disable()  # while packages are read in there is nothing to collect, and a good deal to look at
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # no threads in a process that forks
 warnings.filterwarnings("ignore")
@@ -21,3 +22,4 @@ import verl.workers.engine.megatron.transformer_impl  # noqa: E402
 import verl.workers.utils.losses  # noqa: E402, F401
 
 gc.freeze()  # a collection in a rank does not write to, and so copy, the shared pages
+gc.enable()

@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-from cpnorm.figures import draw
+from cpnorm.figures.losses import draw
 
 draw(Path(__file__).parents[3] / "book/figures")
