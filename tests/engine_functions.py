@@ -1,28 +1,47 @@
-"""What the ranks of test_attention.py and test_engine.py run."""
+"""What the ranks of test_attention.py, test_engine.py and test_pretend_cuda.py run."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from cpnorm.topology import topology
+from pretend_cuda import pretend_cuda
 
 
-def attention_on_rank(dp, cp, query, key, value, weight, starts):
-    """Rows of this CP rank, its output, and its gradients of sum(output * weight)."""
+def attention_on_rank(dp, cp, query, key, value, weight, starts, device="cpu"):
+    """Rows of this CP rank, its output, and its gradients of sum(output * weight).
+
+    On a `device` "cuda" that is pretended.
+    """
     from megatron.core import parallel_state
 
     from cpnorm.engine.attention import CPAttention, packed_rows
 
-    with topology(dp, cp):
+    with topology(dp, cp), pretend_cuda(one_gpu=True) if device == "cuda" else nullcontext():
         group = parallel_state.get_context_parallel_group()
         attention = CPAttention(SimpleNamespace())
+        starts = starts.to(device)
         rows = packed_rows(starts, cp, group.rank())
-        leaves = [x[rows].clone().requires_grad_() for x in (query, key, value)]
+        leaves = [x[rows].to(device, copy=True).requires_grad_() for x in (query, key, value)]
         packed = SimpleNamespace(cu_seqlens_q_padded=starts)
         out = attention(*leaves, None, packed_seq_params=packed)
-        gradients = torch.autograd.grad((out * weight[rows]).sum(), leaves)
-        return rows, out.detach(), *gradients
+        gradients = torch.autograd.grad((out * weight[rows].to(device)).sum(), leaves)
+        return rows, *(x.cpu() for x in (out.detach(), *gradients))
+
+
+def step_on_both_devices(case, model, exact=False, variant="verl", one_gpu=False):
+    """`run_rank` on the CPU and on a pretended GPU, with the attention kernel that both have."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from cpnorm.engine.step import run_rank
+    from cpnorm.engine.variants import VARIANTS
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = run_rank(case, model, exact, VARIANTS[variant])
+        with pretend_cuda(one_gpu):
+            return expected, run_rank(case, model, exact, VARIANTS[variant], "cuda")
 
 
 def gather_rows_on_rank():

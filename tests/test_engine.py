@@ -2,13 +2,14 @@
 
 import pkgutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cpnorm import engine, oracle
 from cpnorm.case import Case, Sequence, divisor
-from cpnorm.engine import cuda_on_cpu
+from cpnorm.engine import cuda_on_cpu, float64
 from cpnorm.ranks import RankError, World
 from cpnorm.transformer import Model
 from engine_functions import offsets_after_a_step
@@ -183,7 +184,13 @@ def test_a_copy_of_the_count_leaves_the_batch_alone():
             assert after == before
 
 
-@pytest.mark.parametrize("name", cuda_on_cpu.REPLACED)
+def test_stages_do_not_share_a_gpu():
+    world = SimpleNamespace(size=2, device="cuda", backend="gloo")
+    with pytest.raises(ValueError, match="pp is 2, allowed is 1 where ranks share a GPU"):
+        engine.run(world, replace(CASE, pp=2))
+
+
+@pytest.mark.parametrize("name", cuda_on_cpu.REPLACED | float64.REPLACED)
 def test_every_replaced_name_exists(name):
     assert callable(pkgutil.resolve_name(name))
 

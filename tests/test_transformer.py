@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cpnorm import oracle, precision, transformer
 from cpnorm.batch import batch
 from cpnorm.case import Case, Sequence, modes
-from cpnorm.engine.float64 import Float64
+from cpnorm.engine.float64 import float64
 from cpnorm.losses import (
     actor_config,
     columns,
@@ -94,7 +94,7 @@ def test_logits_and_gradients_are_megatrons(megatron, model):
         gpt, w = megatron(model, seed), transformer.weights(model, seed)
         w = {name: value.requires_grad_() for name, value in w.items()}
         ids = ids_of(n, seed) % model.vocab
-        with Float64():
+        with float64():
             theirs = megatron_logits(gpt, ids)
             cotangent = torch.randn(theirs.shape, dtype=torch.float64)
             theirs.backward(cotangent)
@@ -113,7 +113,7 @@ def test_the_routers_float32_softmax_is_all_of_the_difference(megatron):
     ours = transformer.logits(MOE, w, ids)
     as_is = (megatron_logits(gpt, ids) - ours).abs().max()
     assert 1e-9 < as_is < ROUNDED
-    with Float64():
+    with float64():
         assert (megatron_logits(gpt, ids) - ours).abs().max() < KEPT
 
 

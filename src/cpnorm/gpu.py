@@ -16,7 +16,7 @@ from tqdm import tqdm
 from cpnorm import engine, oracle
 from cpnorm.case import DTYPES, Case, Sequence
 from cpnorm.evidence import provenance
-from cpnorm.ranks import World, backend
+from cpnorm.ranks import World
 from cpnorm.transformer import Model
 
 CP_SIZES = (1, 2, 4, 8)
@@ -61,7 +61,7 @@ def measure(device: str = "cuda") -> dict:
                     {
                         "cp": cp,
                         "dtype": case.dtype,
-                        "backend": backend(device, cp),
+                        "backend": world.backend,
                         "attention": attention(case, device).__name__,
                         "predicted": step.predicted(cp),
                         "ratio": agreement.ratio,

@@ -70,8 +70,9 @@ class World:
         self._ranks, self._closed = [], False
         self._end = weakref.finalize(self, _end, self._ranks)
         if dist.is_torchelastic_launched():
-            _join_torchrun(size, device, timeout)
+            self.backend = _join_torchrun(size, device, timeout)
             return
+        self.backend = backend(device, size)
         context = get_context("forkserver" if device == "cpu" else "spawn")
         if device == "cpu":
             context.set_forkserver_preload(PRELOAD)
@@ -297,11 +298,12 @@ def _join_torchrun(size, device, timeout):
     given = int(os.environ["WORLD_SIZE"])
     if size != given:
         raise ValueError(f"torchrun started {given} ranks, and this World is to have {size}")
+    name = backend(device, int(os.environ["LOCAL_WORLD_SIZE"]))
     if not dist.is_initialized():
         _prepare(device, int(os.environ["LOCAL_RANK"]))
-        name = backend(device, int(os.environ["LOCAL_WORLD_SIZE"]))
         dist.init_process_group(name, timeout=timedelta(seconds=timeout))
         atexit.register(dist.destroy_process_group)
+    return name
 
 
 def _run_here(function, args, case):

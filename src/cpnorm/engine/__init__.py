@@ -18,10 +18,15 @@ def run(
     """One step of `case` on the ranks of `world`, whose size is dp * cp * tp * pp.
 
     `exact` keeps float64 where Megatron-Core would compute in float32. `variant` is one of
-    `variants.VARIANTS`. `ValueError` for a topology that does not fit, before anything runs;
-    `RankError` if a rank fails.
+    `variants.VARIANTS`. `ValueError` for a topology that does not fit, or for pipeline stages that
+    would share a GPU, before anything runs; `RankError` if a rank fails.
     """
     check_fit(case, model)
+    if case.pp > 1 and (world.device, world.backend) == ("cuda", "gloo"):
+        raise ValueError(
+            f"pp is {case.pp}, allowed is 1 where ranks share a GPU: gloo, which they use, sends "
+            "nothing from a GPU's memory; take as many GPUs as ranks, or the CPU"
+        )
     return joined(world.run(_on_rank, case, model, exact, variant, world.device))
 
 

@@ -15,21 +15,28 @@ from cpnorm.layout import contiguous, zigzag
 
 
 class GatherRows(torch.autograd.Function):
-    """Rows of all ranks in rank order. Backward, the adjoint: summed over ranks, own rows kept."""
+    """Rows of all ranks in rank order. Backward, the adjoint: the ranks' gradients of own rows,
+    summed.
+
+    Both are an all-to-all: gloo's other collectives pass messages around a ring, and wait longer.
+    """
 
     @staticmethod
     def forward(ctx, rows, group):
-        ctx.group, ctx.count = group, len(rows)
-        parts = [torch.empty_like(rows) for _ in range(group.size())]
-        dist.all_gather(parts, rows.contiguous(), group=group)
-        return torch.cat(parts)
+        ctx.group = group
+        return _exchanged(torch.cat([rows] * group.size()), group)
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # not ours to write into
-        dist.all_reduce(gradient, group=ctx.group)
-        start = ctx.group.rank() * ctx.count
-        return gradient[start : start + ctx.count], None
+        parts = _exchanged(gradient.contiguous(), ctx.group)
+        return parts.unflatten(0, (ctx.group.size(), -1)).sum(0), None
+
+
+def _exchanged(x, group):
+    """The c-th part of every rank's `x`, in rank order, on rank c."""
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
 
 
 def packed_rows(starts: torch.Tensor, C: int, c: int, layout: str = "zigzag") -> torch.Tensor:
@@ -68,7 +75,7 @@ class CPAttention(MegatronModule):
         C, c = self.group.size(), self.group.rank()
         starts = packed_seq_params.cu_seqlens_q_padded
         layout = getattr(packed_seq_params, "cp_partition_mode", None) or "zigzag"
-        rows = [packed_rows(starts, C, rank, layout) for rank in range(C)]
+        rows = [packed_rows(starts, C, rank, layout).to(starts.device) for rank in range(C)]
         if C > 1:
             both = GatherRows.apply(torch.cat((key, value), -1), self.group)
             key, value = both.chunk(2, -1)

@@ -4,11 +4,11 @@
 one of them disappears upstream.
 """
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 
@@ -29,19 +29,22 @@ class NoDraws:
     fork = staticmethod(nullcontext)
 
 
-class CudaMeansCpu(TorchFunctionMode):
-    """`device="cuda"` in any call, and `Tensor.cuda()`, mean the CPU."""
+def on_cpu(make):
+    """The function `make` of torch, for which `device="cuda"` is the CPU."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
-            kwargs = kwargs | {"device": CPU}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        return func(*args, **kwargs)
+    def made(*args, device=None, **options):
+        return make(*args, device=CPU if str(device).startswith("cuda") else device, **options)
+
+    return made
 
 
 REPLACED = {
+    "torch.zeros": (on_cpu(torch.zeros), "Megatron-Core's schedules make their count there"),
+    "torch.tensor": (on_cpu(torch.tensor), "Megatron-Core's loss scaler makes its scale there"),
+    "verl.utils.seqlen_balancing.get_device_name": (
+        lambda: "cpu",
+        "verl agrees there on dynamic micro-batches",
+    ),
     "torch.cuda.current_device": (lambda: CPU, "buffers and messages are made on it"),
     "torch.cuda.current_stream": (NoStream, "Megatron-Core's DDP waits for it"),
     "torch.cuda.default_stream": (NoStream, "Megatron-Core's DDP waits for it"),
@@ -66,6 +69,16 @@ UNDEFINED = "megatron.core.transformer.moe.moe_utils.te_general_gemm"
 """Megatron-Core 0.16.1 reads this name without Transformer Engine, and defines it only with it."""
 
 
+def undefined_is_none() -> AbstractContextManager:
+    """Within it, `UNDEFINED` is None where Megatron-Core has left it undefined.
+
+    A GPU without Transformer Engine needs that too: without it the router raises `NameError`.
+    """
+    module, name = UNDEFINED.rsplit(".", 1)
+    known = hasattr(import_module(module), name)
+    return nullcontext() if known else mock.patch(UNDEFINED, None, create=True)
+
+
 @contextmanager
 def cuda_on_cpu():
     """Within it, Megatron-Core's schedules and buffers and verl's engine run without CUDA."""
@@ -73,5 +86,4 @@ def cuda_on_cpu():
         for name, (replacement, _) in REPLACED.items():
             stack.enter_context(mock.patch(name, replacement))
         stack.enter_context(mock.patch(UNDEFINED, None, create=True))
-        stack.enter_context(CudaMeansCpu())
         yield

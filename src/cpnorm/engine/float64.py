@@ -1,31 +1,44 @@
 """The places where Megatron-Core computes in float32 whatever the model's dtype, in float64.
 
 In a float64 run they are its only rounding above 1e-15: the vocabulary-parallel cross entropy,
-the softmax of the mixture-of-experts router, and the reciprocal of the token count. `Float64`
+the softmax of the mixture-of-experts router, and the reciprocal of the token count. `float64`
 takes them out, to show that they are all of it.
 """
 
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
 import torch
-from torch.overrides import TorchFunctionMode
 
-RECIPROCALS = (torch.Tensor.__rdiv__, torch.Tensor.__rtruediv__)
+_float, _softmax, _reciprocal = torch.Tensor.float, torch.softmax, torch.Tensor.__rtruediv__
 
 
-class Float64(TorchFunctionMode):
-    """Within it, three operations of Megatron-Core keep float64.
+def _keep(x, **options):
+    """`x.float()`. A copy, as the cast would make, because Megatron-Core goes on in place."""
+    return x.clone() if x.dtype is torch.float64 else _float(x, **options)
 
-    `Tensor.float()` of a float64 tensor, in `VocabParallelCrossEntropy.calculate_logits_max`;
-    `torch.softmax(…, dtype=torch.float32)` of one, in `topk_routing_with_score_function`; and
-    `1.0 / num_tokens` of an integer tensor, in `finalize_model_grads`. A copy is returned where
-    the cast would make one, because Megatron-Core goes on in place.
-    """
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.Tensor.float and args[0].dtype is torch.float64:
-            return args[0].clone()
-        if func is torch.softmax and args[0].dtype is torch.float64:
-            kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("dtype", torch.float32)}
-        if func in RECIPROCALS and not args[0].is_floating_point():
-            return args[1] / args[0].double()
-        return func(*args, **kwargs)
+def _softmax_of(x, *args, dtype=None, **options):
+    kept = None if (x.dtype, dtype) == (torch.float64, torch.float32) else dtype
+    return _softmax(x, *args, dtype=kept, **options)
+
+
+def _divided_by(n, one):
+    return _reciprocal(n if n.is_floating_point() else n.double(), one)
+
+
+REPLACED = {
+    "torch.Tensor.float": (_keep, "`VocabParallelCrossEntropy.calculate_logits_max`"),
+    "torch.softmax": (_softmax_of, "`topk_routing_with_score_function`"),
+    "torch.Tensor.__rtruediv__": (_divided_by, "`1.0 / num_tokens` in `finalize_model_grads`"),
+}
+"""Dotted name: (replacement, where Megatron-Core calls it)."""
+
+
+@contextmanager
+def float64():
+    """Within it, float64 stays float64 there, and an integer's reciprocal is float64."""
+    with ExitStack() as stack:
+        for name, (replacement, _) in REPLACED.items():
+            stack.enter_context(mock.patch(name, replacement))
+        yield

@@ -23,8 +23,8 @@ from verl.workers.utils.losses import ppo_loss
 from cpnorm import transformer
 from cpnorm.batch import Batch, batch
 from cpnorm.case import Case, Sequence
-from cpnorm.engine.cuda_on_cpu import cuda_on_cpu
-from cpnorm.engine.float64 import Float64
+from cpnorm.engine.cuda_on_cpu import cuda_on_cpu, undefined_is_none
+from cpnorm.engine.float64 import float64
 from cpnorm.engine.model import build, cut_dimension, parameters
 from cpnorm.engine.result import RankResult
 from cpnorm.losses import actor_config
@@ -146,7 +146,8 @@ def run_rank(
 ) -> RankResult:
     """Run the step on this rank of a started world of `dp * cp * tp * pp` ranks.
 
-    On "cuda" nothing is answered in CUDA's place, and the rank's GPU is the current one.
+    On "cuda" nothing is answered in CUDA's place, and the rank's GPU is the current one; only
+    `undefined_is_none` applies.
 
     `exact` takes Megatron-Core's float32 steps out, see `cpnorm.engine.float64`. `engine_class` is
     verl's engine or one of `cpnorm.engine.variants`.
@@ -158,8 +159,8 @@ def run_rank(
         use_kl_loss=case.kl_coef != 0,
         kl_loss_coef=case.kl_coef,
     )
-    float32 = Float64() if exact else nullcontext()
-    stand_in = cuda_on_cpu() if device == "cpu" else nullcontext()
+    float32 = float64() if exact else nullcontext()
+    stand_in = cuda_on_cpu() if device == "cpu" else undefined_is_none()
     with stand_in, float32, topology(case.dp, case.cp, case.tp, case.pp, case.vpp):
         if device == "cuda":
             model_parallel_cuda_manual_seed(case.seed)
