@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# One thread a process: pytest runs two at a time.
+# One thread a process: pytest runs three at a time, for two cores, since some wait for others.
 export OMP_NUM_THREADS := 1
 
 BUILD = $(VENV)/bin/jupyter-book build . -W -n --keep-going --all
@@ -67,7 +67,7 @@ lint: $(READY)
 
 test: lint
 	$(BUILD)
-	$(PY) -m pytest tests notebooks --nbval --nbval-current-env -n 2 --dist loadscope -p no:benchmark
+	$(PY) -m pytest tests notebooks --nbval --nbval-current-env -n 3 --dist loadscope -p no:benchmark
 
 bench: $(READY)
 	$(PY) -m pytest benchmarks --benchmark-only

@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 from cpnorm import engine
 from cpnorm.case import Case, Sequence
+from cpnorm.engine.result import EXACT
 from cpnorm.engine.sweep import Job, additive, reference, unsharded
 from cpnorm.ranks import World
 from cpnorm.settings import Settings
 from cpnorm.transformer import Model
 
 MOST_RANKS = 32  # processes of our own, about 80 MiB each
-EXACT = 1e-13  # largest deviation of a float64 run, of the largest gradient
 SEQUENCES = (
     Sequence(3, 5),
     Sequence(4, 9, (1, 1, 1, 0, 0, 1, 1, 0, 1)),

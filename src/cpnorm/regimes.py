@@ -14,11 +14,11 @@ import torch
 from cpnorm import engine
 from cpnorm.case import Case
 from cpnorm.engine import Step
+from cpnorm.engine.result import EXACT
 from cpnorm.ranks import World
 from cpnorm.transformer import Model, token_ids
 
 EMBEDDING = "embedding.word_embeddings.weight"
-EXACT = 1e-13  # what an exact run may deviate, of its largest gradient
 
 STAGES = (
     "ppo_loss",
