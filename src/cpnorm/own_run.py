@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from importlib.util import find_spec
 
 from rich.console import Console
 from rich.table import Table
@@ -197,6 +196,6 @@ def show(results: list[Result], device: str) -> None:
 
 
 def _attention(case, device):
-    if device == "cuda" and case.dtype == "bfloat16" and find_spec("transformer_engine"):
+    if engine.transformer_engine_runs(case, device):
         return f"Transformer Engine {version('transformer_engine')}"
     return "cpnorm, which gathers keys and values"

@@ -1,13 +1,23 @@
 """verl's Megatron engine on Megatron-Core, in processes on a CPU."""
 
 from importlib.metadata import version
+from importlib.util import find_spec
 
 from cpnorm.case import Case
 from cpnorm.engine.result import Agreement, RankResult, Step, compare, joined
 from cpnorm.ranks import World
 from cpnorm.transformer import Model
 
-__all__ = ["Agreement", "RankResult", "Step", "check_fit", "compare", "joined", "run"]
+__all__ = [
+    "Agreement",
+    "RankResult",
+    "Step",
+    "check_fit",
+    "compare",
+    "joined",
+    "run",
+    "transformer_engine_runs",
+]
 
 TINY = Model()
 
@@ -47,6 +57,15 @@ def check_fit(case: Case, model: Model) -> None:
     if case.layout != "zigzag" and case.cp > 1:
         have = f"Megatron-Core {version('megatron-core')} has no PackedSeqParams.cp_partition_mode"
         raise ValueError(f"layout is {case.layout!r}, allowed is zigzag: {have}")
+
+
+def transformer_engine_runs(case: Case, device: str) -> bool:
+    """Whether attention is Transformer Engine's: on "cuda" in bfloat16, where it is installed."""
+    return (
+        device == "cuda"
+        and case.dtype == "bfloat16"
+        and find_spec("transformer_engine") is not None
+    )
 
 
 def _on_rank(case, model, exact, variant, device):

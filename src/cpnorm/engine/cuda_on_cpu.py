@@ -80,10 +80,16 @@ def undefined_is_none() -> AbstractContextManager:
 
 
 @contextmanager
+def replaced(names: dict[str, tuple]):
+    """Within it, each dotted name is its replacement; `names` as `REPLACED`."""
+    with ExitStack() as stack:
+        for name, (replacement, _) in names.items():
+            stack.enter_context(mock.patch(name, replacement))
+        yield
+
+
+@contextmanager
 def cuda_on_cpu():
     """Within it, Megatron-Core's schedules and buffers and verl's engine run without CUDA."""
-    with ExitStack() as stack:
-        for name, (replacement, _) in REPLACED.items():
-            stack.enter_context(mock.patch(name, replacement))
-        stack.enter_context(mock.patch(UNDEFINED, None, create=True))
+    with replaced(REPLACED), mock.patch(UNDEFINED, None, create=True):
         yield

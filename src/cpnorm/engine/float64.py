@@ -5,10 +5,11 @@ the softmax of the mixture-of-experts router, and the reciprocal of the token co
 takes them out, to show that they are all of it.
 """
 
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+from contextlib import AbstractContextManager
 
 import torch
+
+from cpnorm.engine.cuda_on_cpu import replaced
 
 _float, _softmax, _reciprocal = torch.Tensor.float, torch.softmax, torch.Tensor.__rtruediv__
 
@@ -35,10 +36,6 @@ REPLACED = {
 """Dotted name: (replacement, where Megatron-Core calls it)."""
 
 
-@contextmanager
-def float64():
+def float64() -> AbstractContextManager:
     """Within it, float64 stays float64 there, and an integer's reciprocal is float64."""
-    with ExitStack() as stack:
-        for name, (replacement, _) in REPLACED.items():
-            stack.enter_context(mock.patch(name, replacement))
-        yield
+    return replaced(REPLACED)

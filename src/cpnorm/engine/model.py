@@ -5,7 +5,6 @@ cut into the shard of each rank. `result.join` puts the ranks' gradients back to
 """
 
 import re
-from importlib.util import find_spec
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -19,6 +18,7 @@ from megatron.core.transformer.transformer_block import (
 )
 
 from cpnorm.case import Case
+from cpnorm.engine import transformer_engine_runs
 from cpnorm.engine.attention import CPAttention
 from cpnorm.transformer import Model
 
@@ -37,7 +37,7 @@ class Norm(torch.nn.RMSNorm):
 
 def attention(case: Case, device: str) -> type:
     """Transformer Engine's attention where it can run: on CUDA, in bfloat16. Otherwise ours."""
-    if device == "cuda" and case.dtype == "bfloat16" and find_spec("transformer_engine"):
+    if transformer_engine_runs(case, device):
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         return TEDotProductAttention
