@@ -114,7 +114,7 @@ def sharded(
     Row c is what rank c (of each replica, for its own rows) contributes; the sum over c is what
     the optimizer gets. Each rank has its own leaf. With `copies` "sum" or "mean" (see `unsharded`)
     all ranks go through one call, one below the other in the batch dimension, and a rank's loss is
-    the total's share; with "neither" each rank has its own call.
+    the total's share; with "neither" each rank has its own call, but one for all that own no row.
     """
     data, config = batch(case, device=device), actor_config(case)
     value = data.rows.new_zeros(case.C)
@@ -123,8 +123,11 @@ def sharded(
     for sequences in itertools.chain(*case.micro_batches()):
         micro = micro_batch(case, data, sequences)
         own = owners(micro.lengths, case.C, case.tp, case.layout).to(device)
-        leaf = data.rows[micro.rows].repeat(case.C, 1).requires_grad_()
-        log_prob, mask = columns(gather(leaf, own), micro), mask_seen(micro, own)
+        calls, of_rank = own, range(case.C)
+        if copies == "neither":  # ranks that own the same rows, which is none, call alike
+            calls, of_rank = own.unique(dim=0, return_inverse=True)
+        leaf = data.rows[micro.rows].repeat(len(calls), 1).requires_grad_()
+        log_prob, mask = columns(gather(leaf, calls), micro), mask_seen(micro, calls)
         if copies == "neither":
             pairs = zip(log_prob.unbind(), mask, strict=True)
             loss = torch.stack([policy_loss(config, micro, *pair, case.seed) for pair in pairs])
@@ -133,8 +136,8 @@ def sharded(
             total = policy_loss(config, micro, *args, case.seed)
             loss = (total / case.C if copies == "sum" else total).expand(case.C)
         loss = scaled(case, loss)
-        gradient[:, micro.rows] += torch.autograd.grad(loss.sum(), leaf)[0]
-        value += loss.detach()
+        gradient[:, micro.rows] += torch.autograd.grad(loss.sum(), leaf)[0][of_rank]
+        value += loss.detach()[of_rank]
         owned[:, micro.rows] = own
     return finished(case, value), finished(case, gradient), owned
 

@@ -56,7 +56,7 @@ def run(release: str, *calls: tuple, timeout: float = 300.0) -> list:
     Functions, arguments and results travel by value, pickled; a function lives in a module that the
     process can import. `timeout` is in seconds. `ValueError` for a release not in `RELEASES`,
     `FileNotFoundError` for one that is not there, `RuntimeError` with the error's last line if the
-    process fails or takes too long.
+    process fails, sees another release, or takes too long.
     """
     path = os.pathsep.join([*_in_front(release), *filter(None, [os.environ.get("PYTHONPATH")])])
     with TemporaryDirectory() as scratch:
@@ -65,7 +65,7 @@ def run(release: str, *calls: tuple, timeout: float = 300.0) -> list:
         code = "from cpnorm.releases import _child; _child()"
         try:
             done = subprocess.run(
-                [sys.executable, "-W", "ignore", "-c", code, asked, results],
+                [sys.executable, "-W", "ignore", "-c", code, release, asked, results],
                 env=os.environ | {"PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -157,7 +157,9 @@ def _in_front(release):
 
 def _child():
     """The life of the process: calls in, results out."""
-    asked, results = sys.argv[1:]
+    release, asked, results = sys.argv[1:]
+    if (seen := metadata.version("verl")) != release:
+        raise ImportError(f"the process sees {seen}")
     calls = torch.load(asked, weights_only=False)
     torch.save([function(*args) for function, *args in calls], results)
 
