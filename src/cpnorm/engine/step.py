@@ -120,9 +120,10 @@ def data_of_replica(case: Case, ids: list[torch.Tensor], numbers: Batch, d: int)
         "loss_mask": nested(torch.cat(pair) for pair in zip(prompt, mask, strict=True)),
         "old_log_probs": columns(numbers.old),
         "advantages": columns(numbers.advantages),
-        "ref_log_prob": columns(numbers.ref),
         "temperature": torch.ones(size),
     }
+    if case.kl_coef:
+        fields["ref_log_prob"] = columns(numbers.ref)
     if case.rollout_weights:
         fields["rollout_is_weights"] = columns(numbers.weights)
     data = tu.get_tensordict(fields)
