@@ -1,5 +1,6 @@
 """A case says one step, round-trips to YAML, and refuses what makes no sense."""
 
+import ast
 import subprocess
 import sys
 
@@ -157,7 +158,7 @@ def test_a_case_needs_neither_verl_nor_torch():
 
 
 def test_names_that_the_installed_verl_has_lost(monkeypatch):
-    monkeypatch.setattr(module, "_source", lambda path: module.ast.parse("x = 1"))
+    monkeypatch.setattr(module, "parsed", lambda name: ast.parse("x = 1"))
     module.losses.cache_clear()
     module.modes.cache_clear()
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cpnorm import explain, installed, verl_config
+from cpnorm import explain, installed, sources, verl_config
 from cpnorm.case import Sequence, losses
 from cpnorm.count import ratio
 from cpnorm.micro_batches import tokens
@@ -292,14 +292,14 @@ def test_sources_of_older_releases(monkeypatch, version, engine):
     folders = [p for p in RELEASES.glob(f"*{version}*") if (p / "verl").is_dir()]
     if not folders:
         pytest.skip(f"verl {version} is not unpacked in .venv/releases")
-    monkeypatch.setattr(installed, "folder", lambda package: folders[0] / package)
-    for function in (installed.engine, installed.aggregated, installed._parsed):
+    monkeypatch.setattr(sources, "_folders", lambda package: [folders[0] / package])
+    for function in (installed.engine, installed.aggregated, sources.parsed):
         function.cache_clear()
     try:
         assert installed.engine() == engine
         assert installed.aggregated("gspo", "token-mean") == "seq-mean-token-mean"
     finally:
-        for function in (installed.engine, installed.aggregated, installed._parsed):
+        for function in (installed.engine, installed.aggregated, sources.parsed):
             function.cache_clear()
 
 

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from cpnorm import installed, verl_config
 from cpnorm.settings import Settings
+from cpnorm.sources import folder
 from cpnorm.user_file import read_yaml, short
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -33,7 +34,7 @@ def test_the_questions_configuration():
 
 def test_defaults_are_those_of_verls_generated_file():
     """verl keeps a composed copy of its configuration for Megatron."""
-    path = installed.folder("verl") / "trainer/config/_generated_ppo_megatron_trainer.yaml"
+    path = folder("verl") / "trainer/config/_generated_ppo_megatron_trainer.yaml"
     composed = verl_config.load(str(MEGATRON))
     generated = verl_config.load(str(path))
     for f in dataclasses.fields(composed):
@@ -124,7 +125,7 @@ def test_an_interpolation_that_resolves(tmp_path):
 
 def test_keys_of_the_dataclasses_are_known(tmp_path):
     """`use_fused_kernels` is a field of `EngineConfig` and no key of megatron.yaml."""
-    assert "use_fused_kernels" in installed.fields("workers/config/engine.py", "EngineConfig")
+    assert "use_fused_kernels" in installed.fields("verl.workers.config.engine", "EngineConfig")
     assert load("actor: {megatron: {use_fused_kernels: true}}", tmp_path).unused_fused
 
 

@@ -11,6 +11,7 @@ from markdown_it import MarkdownIt
 from cpnorm import claims, source_links, walkthrough
 from cpnorm.cli import main
 from cpnorm.evidence import load
+from cpnorm.sources import file
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,8 +49,8 @@ def test_every_link_hits_the_line_it_quotes(text):
         tag, path, number = re.fullmatch(r".*/blob/([^/]+)/(.+)#L(\d+)", address).groups()
         name = "verl" if module.startswith("verl") else "megatron-core"
         assert tag == {"verl": "v", "megatron-core": "core_v"}[name] + version(name)
-        lines = source_links.file(module).read_text().splitlines()
-        assert source_links.file(module).as_posix().endswith(path)
+        lines = file(module).read_text().splitlines()
+        assert file(module).as_posix().endswith(path)
         assert quoted in lines[int(number) - 1]
 
 
@@ -68,7 +69,7 @@ def test_a_line_that_is_gone_is_an_error(name, quoted, message):
 
 def test_a_module_that_is_gone_is_an_error():
     with pytest.raises(ValueError, match=r"verl\.no_such_module is not installed"):
-        source_links.file("verl.no_such_module")
+        file("verl.no_such_module")
 
 
 def test_tables_and_blocks_are_whole(text):

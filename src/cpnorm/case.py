@@ -3,12 +3,12 @@
 import ast
 import dataclasses
 import functools
-import importlib.util
 import math
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import yaml
+
+from cpnorm.sources import parsed
 
 REGIMES = ("per-token", "averaging")
 LAYOUTS = ("zigzag", "contiguous")
@@ -248,15 +248,6 @@ def _known(cls, field, values):
 
 
 @functools.cache
-def _source(path: str) -> ast.Module:
-    """Parsed source of a file of the installed verl, which takes far less than importing it."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None:
-        raise ValueError("verl is not installed, but the names of losses and modes come from it")
-    return ast.parse(Path(spec.submodule_search_locations[0], path).read_text())
-
-
-@functools.cache
 def losses() -> tuple[str, ...]:
     """Policy losses that the installed verl registers, in its order.
 
@@ -265,7 +256,7 @@ def losses() -> tuple[str, ...]:
     """
     names = tuple(
         d.args[0].value
-        for node in _source("trainer/ppo/core_algos.py").body
+        for node in parsed("verl.trainer.ppo.core_algos").body
         if isinstance(node, ast.FunctionDef)
         for d in node.decorator_list
         if isinstance(d, ast.Call) and getattr(d.func, "id", "") == "register_policy_loss"
@@ -282,7 +273,7 @@ def modes() -> tuple[str, ...]:
     Read from the list `valid_loss_agg_modes` in `ActorConfig.__post_init__`,
     `verl/workers/config/actor.py` (verl 0.9.1). `ValueError` if it is not there.
     """
-    for node in ast.walk(_source("workers/config/actor.py")):
+    for node in ast.walk(parsed("verl.workers.config.actor")):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == (
             "valid_loss_agg_modes"
         ):

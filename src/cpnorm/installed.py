@@ -1,14 +1,14 @@
 """What the installed verl and Megatron-Core do with a step, read from their sources.
 
-Nothing of theirs is imported, which would take seconds: the files are parsed.
+Nothing of theirs is imported: the files are parsed.
 """
 
 import ast
 import functools
-import importlib.util
 from importlib import metadata
-from pathlib import Path
 from typing import NamedTuple
+
+from cpnorm.sources import parsed
 
 EXAMINED = ("0.8.0", "0.9.0", "0.9.1")
 """Releases of verl whose sources were read for `Engine` and `aggregated`."""
@@ -32,20 +32,11 @@ def versions() -> dict[str, str | None]:
 
 
 @functools.cache
-def folder(package: str) -> Path:
-    """Folder of an installed package. `ValueError` if there is none."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{package} is not installed, but its configuration and sources are read")
-    return Path(spec.submodule_search_locations[0])
-
-
-@functools.cache
 def engine() -> Engine:
     """As read from `verl/workers/engine/megatron/transformer_impl.py`."""
     (function,) = (
         node
-        for owner in _parsed("verl", "workers/engine/megatron/transformer_impl.py").body
+        for owner in parsed("verl.workers.engine.megatron.transformer_impl").body
         if isinstance(owner, ast.ClassDef) and owner.name == "MegatronEngineWithLMHead"
         for node in owner.body
         if isinstance(node, ast.FunctionDef) and node.name == "postprocess_micro_batch_func"
@@ -75,7 +66,7 @@ def aggregated(loss: str, mode: str) -> str | None:
     """
     (function,) = (
         node
-        for node in _parsed("verl", "trainer/ppo/core_algos.py").body
+        for node in parsed("verl.trainer.ppo.core_algos").body
         if isinstance(node, ast.FunctionDef)
         for d in node.decorator_list
         if isinstance(d, ast.Call) and d.args and _strings(d.args[0]) == [loss]
@@ -99,16 +90,16 @@ def has_dynamic_groups() -> bool:
         isinstance(node, ast.FunctionDef)
         and node.name == "initialize_model_parallel"
         and "dynamic_context_parallel" in [a.arg for a in node.args.args + node.args.kwonlyargs]
-        for node in _parsed("megatron.core", "parallel_state.py").body
+        for node in parsed("megatron.core.parallel_state").body
     )
 
 
 @functools.cache
-def fields(path: str, *owners: str) -> frozenset[str]:
-    """Fields that the dataclasses `owners` in a file of verl declare themselves."""
+def fields(module: str, *owners: str) -> frozenset[str]:
+    """Fields that the dataclasses `owners` in a module of verl declare themselves."""
     return frozenset(
         node.target.id
-        for owner in _parsed("verl", path).body
+        for owner in parsed(module).body
         if isinstance(owner, ast.ClassDef) and owner.name in owners
         for node in owner.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
@@ -120,11 +111,6 @@ def _version(name):
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-@functools.cache
-def _parsed(package, path):
-    return ast.parse((folder(package) / path).read_text())
 
 
 def _strings(node):

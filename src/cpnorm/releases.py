@@ -22,8 +22,8 @@ from cpnorm import oracle, transformer
 from cpnorm.batch import batch
 from cpnorm.case import Case, losses, modes
 from cpnorm.engine.result import RankResult, Step, joined
-from cpnorm.installed import folder
 from cpnorm.ranks import World
+from cpnorm.sources import folder
 from cpnorm.transformer import Model
 
 BESIDE, INSTALLED = ("0.8.0", "0.9.0"), "0.9.1"

@@ -3,10 +3,9 @@
 Lines are looked up in the installed source, so that a link moves with the release.
 """
 
-import ast
-import importlib.util
 from importlib.metadata import version
-from pathlib import Path
+
+from cpnorm.sources import file, parsed
 
 REPOSITORIES = {
     "verl": ("verl", "https://github.com/verl-project/verl/blob/v{}"),
@@ -28,25 +27,14 @@ def link(module: str, name: str, quoted: str) -> str:
 
 def line(module: str, name: str, quoted: str) -> int:
     """Number of that line, from 1."""
-    source = file(module).read_text()
-    node = ast.parse(source)
+    node = parsed(module)
     for part in name.split("."):
         found = [x for x in node.body if getattr(x, "name", None) == part]
         if not found:
             raise ValueError(f"{module} has no {name}")
         node = found[0]
-    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+    lines = file(module).read_text().splitlines()[node.lineno - 1 : node.end_lineno]
     for number, text in enumerate(lines, node.lineno):
         if quoted in text:
             return number
     raise ValueError(f"{name} in {module} has no line with {quoted!r}")
-
-
-def file(module: str) -> Path:
-    """Source file of a dotted module, found without importing it."""
-    package, *rest = module.split(".")
-    for root in importlib.util.find_spec(package).submodule_search_locations:
-        path = Path(root, *rest).with_suffix(".py")
-        if path.is_file():
-            return path
-    raise ValueError(f"{module} is not installed")

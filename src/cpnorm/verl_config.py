@@ -19,15 +19,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cpnorm import installed
 from cpnorm.settings import PER_TOKEN, ROOT, Settings, check
+from cpnorm.sources import folder
 from cpnorm.user_file import one_line, read_yaml, short
 
 SECTIONS = {
     ROOT: (),
-    f"{ROOT}.actor": ("workers/config/actor.py", "ActorConfig", "McoreActorConfig"),
-    f"{ROOT}.actor.policy_loss": ("workers/config/actor.py", "PolicyLossConfig"),
-    f"{ROOT}.actor.megatron": ("workers/config/engine.py", "EngineConfig", "McoreEngineConfig"),
-    f"{ROOT}.model": ("workers/config/model.py", "HFModelConfig"),
-    f"{ROOT}.rollout": ("workers/config/rollout.py", "RolloutConfig"),
+    f"{ROOT}.actor": ("verl.workers.config.actor", "ActorConfig", "McoreActorConfig"),
+    f"{ROOT}.actor.policy_loss": ("verl.workers.config.actor", "PolicyLossConfig"),
+    f"{ROOT}.actor.megatron": ("verl.workers.config.engine", "EngineConfig", "McoreEngineConfig"),
+    f"{ROOT}.model": ("verl.workers.config.model", "HFModelConfig"),
+    f"{ROOT}.rollout": ("verl.workers.config.rollout", "RolloutConfig"),
 }
 """Sections whose keys are checked; known are those of verl's YAML and of these dataclasses."""
 
@@ -94,7 +95,7 @@ def _choices(entries):
         ((group, choice),) = entry.items()
         group = str(group).removeprefix("override ")
         name, _, package = group.partition("@")
-        file = installed.folder("verl") / "trainer/config" / name / f"{choice}.yaml"
+        file = folder("verl") / "trainer/config" / name / f"{choice}.yaml"
         if name not in _groups() or "/" in str(choice) or not file.is_file():
             raise ValueError(f"defaults has {short(entry)}, which is not verl's own: {advice}")
         choices[group] = f"{name}{'@' + package if package else ''}={choice}"
@@ -119,7 +120,7 @@ def _parse(overrides):
 @functools.cache
 def _groups():
     """Config groups of verl's trainer."""
-    config = installed.folder("verl") / "trainer/config"
+    config = folder("verl") / "trainer/config"
     return frozenset(p.name for p in config.iterdir() if any(p.glob("*.yaml")))
 
 
@@ -135,15 +136,13 @@ def _model_engine(mine):
 
 
 def _engines():
-    return sorted(
-        p.stem for p in (installed.folder("verl") / "trainer/config/model_engine").iterdir()
-    )
+    return sorted(p.stem for p in (folder("verl") / "trainer/config/model_engine").iterdir())
 
 
 @functools.cache
 def _composed(choices):
     """verl's trainer configuration with these choices of config groups."""
-    config = str(installed.folder("verl") / "trainer/config")
+    config = str(folder("verl") / "trainer/config")
     with initialize_config_dir(config, version_base=None):
         composed = compose("ppo_trainer", overrides=list(choices))
     OmegaConf.set_struct(composed, False)
