@@ -123,7 +123,7 @@ def sharded(
     for sequences in itertools.chain(*case.micro_batches()):
         micro = micro_batch(case, data, sequences)
         own = owners(micro.lengths, case.C, case.tp, case.layout).to(device)
-        calls, of_rank = own, range(case.C)
+        calls, of_rank = own, slice(None)
         if copies == "neither":  # ranks that own the same rows, which is none, call alike
             calls, of_rank = own.unique(dim=0, return_inverse=True)
         leaf = data.rows[micro.rows].repeat(len(calls), 1).requires_grad_()
