@@ -9,7 +9,7 @@ import torch
 
 from cpnorm import engine, oracle
 from cpnorm.case import Case, Sequence, divisor
-from cpnorm.engine import cuda_on_cpu, float64
+from cpnorm.engine import cuda_on_cpu, float64, result
 from cpnorm.ranks import RankError, World
 from cpnorm.transformer import Model
 from engine_functions import offsets_after_a_step
@@ -182,6 +182,29 @@ def test_a_copy_of_the_count_leaves_the_batch_alone():
     with World(2) as two:
         for before, after, _ in two.run(offsets_after_a_step, RAGGED, True):
             assert after == before
+
+
+def test_a_variant_of_the_per_token_regime_is_refused_in_the_other():
+    world, averaging = SimpleNamespace(size=1, device="cpu"), replace(CASE, regime="averaging")
+    with pytest.raises(ValueError, match="variant is 'two values', allowed in the averaging"):
+        engine.run(world, averaging, variant="two values")
+
+
+def test_what_all_tp_ranks_hold_must_be_alike():
+    shards = [torch.ones(2), 5 * torch.ones(2)]
+    assert result.join("cut.weight", shards, 0).tolist() == [1, 1, 5, 5]
+    assert result.join("norm.weight", shards[:1] * 2, None).tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"the TP ranks differ in the gradient of norm\.weight"):
+        result.join("norm.weight", shards, None)
+
+
+def test_a_layout_is_refused_by_the_field_that_is_missing(monkeypatch):
+    case = replace(CASE, cp=2, layout="contiguous")
+    for has, why in ((False, "has no PackedSeqParams.cp_partition_mode"), (True, "verl asks for")):
+        fields = frozenset({"cp_partition_mode"} if has else ())
+        monkeypatch.setattr(engine.installed, "fields", lambda *_, fields=fields: fields)
+        with pytest.raises(ValueError, match=f"layout is 'contiguous', allowed is zigzag: .*{why}"):
+            engine.check_fit(case, DENSE)
 
 
 def test_stages_do_not_share_a_gpu():

@@ -107,6 +107,17 @@ def test_one_call_for_all_ranks_is_as_good_as_one_each(case):
     assert torch.equal(own, one_own)
 
 
+def test_bfloat16_is_measured_and_not_judged():
+    """Where what is additive is told by float64: 352 % of an error would pass for rounding."""
+    case = replace(BASE, loss="geo_mean", dtype="bfloat16")
+    record, exact = check(case), unsharded(replace(case, dtype="float64"))
+    assert 1e-13 < record.error < 0.1
+    assert (record.additive, unsharded(case).copies) == (exact.additive, exact.copies)
+    assert not record.additive
+    with pytest.raises(ValueError, match="dtype is 'bfloat16', allowed for a verdict is float64"):
+        assert record.passed
+
+
 def test_gather_keeps_values_and_the_own_gradient():
     rows = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     own = torch.rand(3, 7) > 0.5

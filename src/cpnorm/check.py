@@ -19,7 +19,12 @@ COPIES = 5  # of a micro-batch, in the probe that `unsharded` describes
 
 
 def tolerance(dtype: str) -> float:
-    """Largest relative error allowed: 1e-13 in float64, as many spacings in another dtype."""
+    """Largest relative error allowed: 1e-13 in float64, as many spacings in float32.
+
+    `ValueError` for bfloat16, where that many spacings are more than the number itself.
+    """
+    if dtype == "bfloat16":
+        raise ValueError("dtype is 'bfloat16', allowed for a verdict is float64 or float32")
     eps = torch.finfo(getattr(torch, dtype)).eps
     return 1e-13 * eps / torch.finfo(torch.float64).eps
 
@@ -53,7 +58,8 @@ class Record:
 
     @property
     def passed(self) -> bool:
-        """Errors within `tolerance` and exact zeros outside the own rows."""
+        """Errors within `tolerance` and exact zeros outside the own rows. `ValueError` in
+        bfloat16, which is measured and not judged."""
         return self.error <= tolerance(self.case.dtype) and self.off_shard == 0
 
 
@@ -152,6 +158,8 @@ def unsharded(case: Case, device: str = "cpu") -> Reference:
 
     `copies` is what verl's function makes of a micro-batch repeated along the batch dimension:
     the "sum" of the copies' losses, their "mean", or "neither".
+
+    In bfloat16 what the loss function is, additive and `copies`, is measured in float64.
     """
     whole = replace(case, dp=1, cp=1, tp=1, micro_batch_size=case.B)
     data = batch(case, device=device)
@@ -160,18 +168,22 @@ def unsharded(case: Case, device: str = "cpu") -> Reference:
     singles = [_one_call(whole, data.rows[part.rows], part) for part in parts]
     split_value, split_gradient = _joined(singles)
     deviation = _difference(split_value, split_gradient, value, gradient)
-    additive = deviation <= tolerance(case.dtype)
+    if case.dtype == "bfloat16":
+        function = unsharded(replace(case, dtype="float64"), device)
+        additive, copies = function.additive, function.copies
+    else:
+        additive = deviation <= tolerance(case.dtype)
+        kinds = {
+            _copies(whole, data.rows[part.rows], part, *single)
+            for part, single in zip(parts, singles, strict=True)
+        }
+        copies = kinds.pop() if len(kinds) == 1 else "neither"
     if not additive:
         replicas = replace(case, cp=1, tp=1)
         value, gradient = _joined(
             [_one_call(replicas, data.rows[part.rows], part) for part in parts]
         )
         value, gradient = value / case.D, gradient / case.D
-    kinds = {
-        _copies(whole, data.rows[part.rows], part, *single)
-        for part, single in zip(parts, singles, strict=True)
-    }
-    copies = kinds.pop() if len(kinds) == 1 else "neither"
     return Reference(value, gradient, deviation, additive, copies)
 
 

@@ -96,7 +96,7 @@ def has_dynamic_groups() -> bool:
 
 @functools.cache
 def fields(module: str, *owners: str) -> frozenset[str]:
-    """Fields that the dataclasses `owners` in a module of verl declare themselves."""
+    """Fields that the dataclasses `owners` in a module declare themselves."""
     return frozenset(
         node.target.id
         for owner in parsed(module).body

@@ -101,15 +101,15 @@ def total(
 def aggregate(token_losses: list[Tensor], case: Case) -> Tensor:
     """J of the counted tokens' losses, one tensor `(n_s,)` for each sequence s.
 
-    N is the number of counted tokens, B that of sequences. A sequence without a counted token
-    adds 0 and still counts in B. For seq-mean-token-sum-norm the divisor is `loss_scale_factor`
-    or, without one, the longest response of the mini-batch.
+    B is the number of sequences. One without a counted token adds 0 and still counts in B. For
+    seq-mean-token-sum-norm the divisor is `loss_scale_factor` or, without one, the longest response
+    of the mini-batch.
     """
-    N, B = sum(case.n), case.B
+    B = case.B
     total = sum(x.sum() for x in token_losses)
     width = max(s.response for s in case.sequences)
     return {
-        "token-mean": lambda: total / N,
+        "token-mean": lambda: total / sum(case.n),
         "token-sum": lambda: total,
         "seq-mean-token-sum": lambda: total / B,
         "seq-mean-token-mean": lambda: sum(x.mean() for x in token_losses if len(x)) / B,

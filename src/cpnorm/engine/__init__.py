@@ -3,6 +3,7 @@
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from cpnorm import installed
 from cpnorm.case import Case
 from cpnorm.engine.result import Agreement, RankResult, Step, compare, joined
 from cpnorm.ranks import World
@@ -28,10 +29,13 @@ def run(
     """One step of `case` on the ranks of `world`, whose size is dp * cp * tp * pp.
 
     `exact` keeps float64 where Megatron-Core would compute in float32. `variant` is one of
-    `variants.VARIANTS`. `ValueError` for a topology that does not fit, or for pipeline stages that
-    would share a GPU, before anything runs; `RankError` if a rank fails.
+    `variants.VARIANTS`, which all but "verl" change the per-token regime only. `ValueError` for a
+    topology or a variant that does not fit, or for pipeline stages that would share a GPU, before
+    anything runs; `RankError` if a rank fails.
     """
     check_fit(case, model)
+    if variant != "verl" and case.regime != "per-token":
+        raise ValueError(f"variant is {variant!r}, allowed in the {case.regime} regime is 'verl'")
     if case.pp > 1 and (world.device, world.backend) == ("cuda", "gloo"):
         raise ValueError(
             f"pp is {case.pp}, allowed is 1 where ranks share a GPU: gloo, which they use, sends "
@@ -55,8 +59,13 @@ def check_fit(case: Case, model: Model) -> None:
     if case.vpp and case.max_token_len is None and case.M % case.pp:
         raise ValueError(f"vpp needs micro-batches in groups of pp = {case.pp}, but M is {case.M}")
     if case.layout != "zigzag" and case.cp > 1:
-        have = f"Megatron-Core {version('megatron-core')} has no PackedSeqParams.cp_partition_mode"
-        raise ValueError(f"layout is {case.layout!r}, allowed is zigzag: {have}")
+        why = "verl asks for another with an attention variant that the tiny model does not have"
+        if "cp_partition_mode" not in installed.fields(
+            "megatron.core.packed_seq_params", "PackedSeqParams"
+        ):
+            have = f"Megatron-Core {version('megatron-core')} has"
+            why = f"{have} no PackedSeqParams.cp_partition_mode"
+        raise ValueError(f"layout is {case.layout!r}, allowed is zigzag: {why}")
 
 
 def transformer_engine_runs(case: Case, device: str) -> bool:

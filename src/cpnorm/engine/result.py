@@ -73,11 +73,14 @@ class Agreement:
 
 
 def join(name: str, shards: list[torch.Tensor], dim: int | None) -> torch.Tensor:
-    """The full matrix of which `shards` are the parts in rank order; `dim` None: all are alike.
+    """The full matrix of which `shards` are the parts in rank order; `dim` None: all are alike,
+    `ValueError` if not.
 
     The gate and up projections of `linear_fc1` are cut one by one, as Megatron-Core's SwiGLU needs.
     """
     if dim is None:
+        if any(not torch.equal(shards[0], other) for other in shards[1:]):
+            raise ValueError(f"the TP ranks differ in the gradient of {name}, which all hold whole")
         return shards[0]
     if not name.endswith("linear_fc1.weight"):
         return torch.cat(shards, dim)

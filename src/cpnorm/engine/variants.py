@@ -1,6 +1,7 @@
 """verl's engine with another way to report its tokens: repairs of the count, and an older return.
 
-Each overrides `postprocess_micro_batch_func` of verl 0.9.1 and changes what that hands to Megatron.
+Each overrides `postprocess_micro_batch_func` of verl 0.9.1 and changes what that hands to Megatron
+in the per-token regime; in the averaging regime there is no count to change.
 """
 
 import torch
@@ -29,7 +30,7 @@ class FullCount(Engine):
 
 
 class TwoValues(Engine):
-    """Loss times M and no count, whatever the regime: what verl 0.8.0 returns."""
+    """Loss times M and no count, as in the averaging regime: what verl 0.8.0 returns."""
 
     def postprocess_micro_batch_func(self, output, data, *args, **kwargs):
         loss, _, output = super().postprocess_micro_batch_func(output, data, *args, **kwargs)
