@@ -150,9 +150,13 @@ def test_no_megatron_core_has_the_dynamic_scheduler():
         get_megatron_dynamic_cp_scheduler_cls()
 
 
-def blocks():
-    """The code blocks of the report: the changed line and the test."""
-    return re.findall(r"^```python\n(.*?)^```$", REPORT.read_text(), re.DOTALL | re.MULTILINE)
+def blocks(page=REPORT):
+    """The Python of a page; of the report: the changed line and the test."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_first_page_offers_the_same_line():
+    assert blocks(REPORT.with_name("index.md")) == blocks()[:1]
 
 
 def run_offered_test(monkeypatch):

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cpnorm import check, engine
-from cpnorm.case import REGIMES
+from cpnorm.case import REGIMES, modes
 from cpnorm.engine import sweep
 from cpnorm.layout import alignment
-from cpnorm.losses import aggregation_modes, registered_losses
+from cpnorm.losses import registered_losses
 from cpnorm.ranks import RankError
 
 JOBS = sweep.cases()
@@ -38,7 +38,7 @@ def test_every_loss_in_every_mode(place):
     at = [c for c, *_ in RUN if all(getattr(c, k) == v for k, v in place.items())]
     factors = {(c.loss, c.mode, c.loss_scale_factor is None) for c in at}
     norm = "seq-mean-token-sum-norm"
-    for loss, mode in itertools.product(registered_losses(), aggregation_modes()):
+    for loss, mode in itertools.product(registered_losses(), modes()):
         assert (loss, mode, mode != norm) in factors
         assert mode != norm or (loss, mode, True) in factors
 

@@ -20,7 +20,6 @@ from cpnorm.check import check, gather, per_rank, sharded, tolerance, unsharded
 from cpnorm.layout import owners
 from cpnorm.losses import (
     actor_config,
-    aggregation_modes,
     columns,
     full_loss,
     micro_batch,
@@ -57,7 +56,7 @@ def test_names_are_the_registrys():
 
 def test_modes_are_those_that_verl_accepts():
     fixed = {"strategy": "megatron", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
-    for mode in aggregation_modes():
+    for mode in modes():
         ActorConfig(loss_agg_mode=mode, **fixed)
     with pytest.raises(ValueError, match="Invalid loss_agg_mode"):
         ActorConfig(loss_agg_mode="another", **fixed)
@@ -234,6 +233,45 @@ def test_which_losses_depend_on_the_split(loss):
         additive = loss not in ("clip_cov", "kl_cov", "geo_mean") and not no_factor
         assert reference.additive == additive
         assert additive or reference.deviation > 1e-3
+
+
+def test_kl_cov_turns_on_one_rounding():
+    """Two counted tokens have one covariance, `(-a)(-b) = a b`, and its rounding makes the choice.
+
+    So a few spacings in one log-probability move the gradient; with three tokens they do not.
+    """
+
+    def moved(response):
+        case = Case(sequences=(Sequence(1, response),), loss="kl_cov", mode="token-mean")
+        data, micro, _ = one_micro_batch(case)
+        rows, gradients = data.rows.clone(), []
+        for _ in range(8):
+            leaf = rows.clone().requires_grad_()
+            loss = policy_loss(actor_config(case), micro, columns(leaf, micro), micro.mask)
+            gradients.append(torch.autograd.grad(loss, leaf)[0])
+            rows[0] = torch.nextafter(rows[0], rows.new_zeros(()))
+        return max(largest(g - gradients[0], gradients[0]) for g in gradients)
+
+    assert moved(2) > 0.01
+    assert moved(3) < 1e-13
+
+
+def test_batch_normalised_weights_of_bypass_mode_depend_on_the_split():
+    """REINFORCE weights are then divided by their mean over the micro-batch."""
+    case = replace(BASE, loss="bypass_mode", rollout_weights=True, cp=1, dp=1)
+    data, config = batch(case), actor_config(case)
+
+    def total(*parts):
+        micros = [micro_batch(case, data, part) for part in parts]
+        return sum(policy_loss(config, m, columns(data.rows[m.rows], m), m.mask) for m in micros)
+
+    def deviation():
+        return abs(total(range(4), range(4, case.B)) / total(range(case.B)) - 1)
+
+    assert deviation() < 1e-13
+    options = vars(config.policy_loss.rollout_correction)  # frozen
+    options["rollout_is_batch_normalize"] = True
+    assert deviation() > 0.01
 
 
 def test_geo_mean_grows_with_the_number_of_micro_batches():

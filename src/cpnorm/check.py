@@ -42,7 +42,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class Record:
-    """Outcome of `check`: relative errors, and the largest gradient outside a rank's own rows."""
+    """Outcome of `check`: relative errors, and the largest gradient outside a rank's own rows.
+
+    Gradients are compared rank by rank; losses too where each rank has its own call, and otherwise
+    their sum.
+    """
 
     case: Case
     ranks: int

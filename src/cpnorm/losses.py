@@ -17,7 +17,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from .batch import Batch
-from .case import Case, modes
+from .case import Case
 
 OUT_OF_REACH = 1e6  # clip bounds of a case with clip=False; ratios of a batch stay below 10
 
@@ -25,11 +25,6 @@ OUT_OF_REACH = 1e6  # clip bounds of a case with clip=False; ratios of a batch s
 def registered_losses() -> tuple[str, ...]:
     """Names in verl's registry `POLICY_LOSS_REGISTRY`, in its order."""
     return tuple(POLICY_LOSS_REGISTRY)
-
-
-def aggregation_modes() -> tuple[str, ...]:
-    """Aggregation modes that verl's `ActorConfig` accepts, in its order; see `case.modes`."""
-    return modes()
 
 
 def actor_config(case: Case, **more) -> ActorConfig:
