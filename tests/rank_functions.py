@@ -21,7 +21,8 @@ def add_rank(x):
 
 def setting():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_DEVICE_MAX_CONNECTIONS")
-    return [os.environ[name] for name in names], torch.get_num_threads(), dist.get_backend()
+    environment = [os.environ[name] for name in names]
+    return environment, torch.get_num_threads(), dist.get_backend(), os.sched_getaffinity(0)
 
 
 def large(elements):

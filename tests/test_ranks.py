@@ -52,9 +52,11 @@ def test_results_come_in_rank_order(world):
 
 
 def test_setting_of_a_rank(world):
-    for rank, (names, threads, backend) in enumerate(world.run(rank_functions.setting)):
+    mine = sorted(os.sched_getaffinity(0))
+    for rank, (names, threads, backend, cores) in enumerate(world.run(rank_functions.setting)):
         assert names == [str(rank), "4", str(rank), "1"]
         assert (threads, backend) == (1, "gloo")
+        assert cores == ({mine[rank // 2 % len(mine)]} if len(mine) <= 2 else set(mine))
     assert "RANK" not in os.environ
 
 
