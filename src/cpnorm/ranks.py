@@ -254,6 +254,8 @@ def _pin(rank, size):
     Neighbours are a TP group. They exchange small messages all the time, and to wake another core
     for each takes longer than to take turns on one.
     """
+    if not hasattr(os, "sched_setaffinity"):  # macOS
+        return
     cores = sorted(os.sched_getaffinity(0))
     if size >= 2 * len(cores):
         os.sched_setaffinity(0, {cores[rank // 2 % len(cores)]})
