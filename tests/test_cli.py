@@ -241,7 +241,7 @@ def test_targets_are_not_run(tmp_path, monkeypatch):
     content = f"""
         actor_rollout_ref:
           actor: {{_target_: os.system, megatron: {{_target_: os.system}}, optim: {call}}}
-        trainer: {call}
+        ray_kwargs: {call}
         hydra: {{callbacks: {{mine: {call}}}, searchpath: [file:///tmp]}}
     """
     assert run("explain", file(tmp_path, content))[0] == 0
@@ -320,6 +320,22 @@ def test_bad_overrides(override):
 )
 def test_hydras_own_overrides_are_refused(override):
     assert "is an override of Hydra" in refused(QUESTION, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"{ACTOR}.loss_agg_mod=token-mean", "no key {}, did you mean 'loss_agg_mode'"),
+        (f"{ACTOR}.megatron.override_ddp_config.x=1", "no key {}, write +{}=... to add it"),
+        (f"no.such.key.{'x' * 200}=1", "no key {}, write +{}=... to add it"),
+        (f"+{ACTOR}.loss_agg_mode=token-mean", "the key {} already, write it without +"),
+    ],
+)
+def test_a_key_that_is_not_there_or_is_added_twice(override, message):
+    key = override.split("=")[0].removeprefix("+")
+    assert refused(QUESTION, override).strip() == (
+        f"the configuration has {message.format(key, key)}."
+    )
 
 
 FIELDS = [f for f in fields(Settings) if f.metadata]
@@ -421,6 +437,14 @@ def test_bad_lengths(tmp_path, content, sentence):
     path.write_text(content)
     options = [ONE_BY_ONE, PER_TOKEN, "--lengths", path, "--dp", 2]
     assert sentence in refused(QUESTION, *options)
+
+
+def test_lengths_are_those_of_a_mini_batch(tmp_path):
+    (tmp_path / "lengths").write_text("4 4\n10 3\n")
+    options = f"{ACTOR}.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"
+    message = refused(QUESTION, *options, ONE_BY_ONE, "--lengths", tmp_path / "lengths", "--dp", 1)
+    assert "lengths of 2 sequences, allowed are those of a mini-batch" in message
+    assert message.endswith("ppo_mini_batch_size times rollout.n, 8.\n")
 
 
 def test_lengths_need_replicas_and_a_micro_batch(tmp_path):

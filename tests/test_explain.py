@@ -283,6 +283,64 @@ def test_gspo_of_0_9_1_aggregates_as_it_is_told():
     )
 
 
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "text"),
+    [
+        ([f"{CORRECTION}.bypass_mode=true"], "not safe", "replaces gspo by bypass_mode"),
+        (
+            [
+                f"{A}.policy_loss.loss_mode=bypass_mode",
+                f"{CORRECTION}.rollout_is_batch_normalize=true",
+            ],
+            "not safe",
+            "the loss depends on the split",
+        ),
+        ([f"{A}.policy_loss.loss_mode=bypass_mode"], "safe", None),
+        ([f"{A}.megatron.use_mbridge=false"], "not safe", "needs use_mbridge"),
+        (
+            [f"+{A}.megatron.override_ddp_config.average_in_collective=true"],
+            "not safe",
+            "average_in_collective excludes",
+        ),
+        (
+            [
+                f"{TP}=1",
+                f"{PP}=2",
+                f"{A}.megatron.virtual_pipeline_model_parallel_size=2",
+                f"{A}.ppo_mini_batch_size=3",
+                f"{A}.ppo_micro_batch_size_per_gpu=1",
+                "trainer.n_gpus_per_node=4",
+            ],
+            "not safe",
+            "in groups of PP 2, not 3",
+        ),
+        (
+            [f"+{A}.megatron.override_transformer_config.moe_z_loss_coeff=0.001"],
+            "not covered",
+            "z-loss",
+        ),
+        (
+            [f"{A}.megatron.expert_tensor_parallel_size=2"],
+            "not covered",
+            "expert tensor parallelism 2",
+        ),
+    ],
+)
+def test_what_changes_the_loss_or_stops_the_run(overrides, status, text):
+    result = verdict(QWEN35, *overrides)
+    assert result.status == status
+    if text:
+        assert text in texts(result, status)
+
+
+def test_a_model_is_known_by_any_part_of_its_path():
+    path = "/models--Qwen--Qwen3.5-9B/snapshots/abc123"
+    assert f"a guess by the name {path}" in verdict(f"{MODEL}.path={path}").why
+
+
 RELEASES = Path(__file__).parents[1] / ".venv" / "releases"
 
 

@@ -55,6 +55,11 @@ def test_ranks_that_are_there_already_are_all_used():
         own_run.plan(SMALL, BOTH, ranks=7)
 
 
+def test_a_clip_bound_of_zero_is_kept():
+    case = own_run.plan(replace(SMALL, clip_low=0.0, clip_high=None), BOTH)[0].case
+    assert (case.clip_low, case.clip_high) == (0.0, 0.2)
+
+
 def test_on_cuda_bfloat16_runs_besides_and_is_not_judged():
     jobs = own_run.plan(SMALL, BOTH, device="cuda")
     assert [(job.case.dtype, job.exact) for job in jobs] == [("float64", True)] * 2 + [
@@ -68,6 +73,13 @@ def test_on_cuda_bfloat16_runs_besides_and_is_not_judged():
         ({"strategy": "fsdp"}, "strategy fsdp"),
         ({"dynamic_cp": True, "max_seqlen": 8}, "dynamic context parallelism"),
         ({"remove_padding": False}, "the BSHD layout"),
+        ({"fused": True}, "fused kernels"),
+        ({"pad_to_length": True}, "pad_to_length"),
+        ({"megatron_fsdp": True}, "Megatron-FSDP"),
+        ({"ep": 2}, "expert parallelism .EP 2."),
+        ({"distillation": True}, "another loss beside the policy loss"),
+        ({"mtp": True}, "another loss beside the policy loss"),
+        ({"bypass": True}, "rollout_correction.bypass_mode"),
     ],
 )
 def test_what_is_not_run_is_refused(changes, what):

@@ -62,10 +62,10 @@ def explain(
     CONFIG is a YAML file: a whole trainer configuration, or its actor_rollout_ref part. KEY=VALUE
     changes it as on verl's command line. Nothing in the file is imported or run.
 
-    Safe: the installed verl runs it, and the optimizer sees the gradient of the objective that
-    loss_agg_mode names, up to the printed factor T/K. Not safe: verl raises, the loss is another
-    than the configured one, it depends on the micro-batches, or its scale is off by more than T/K.
-    Not covered: the book does not say. Only the actor's policy loss is judged.
+    Safe: nothing read here makes verl refuse it, and the optimizer sees the gradient of the
+    objective that loss_agg_mode names, up to the printed factor T/K. Not safe: verl raises, the
+    loss is another than the configured one, it depends on the micro-batches, or its scale is off by
+    more than T/K. Not covered: the book does not say. Only the actor's policy loss is judged.
 
     \b
     Exit status

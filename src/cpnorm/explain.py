@@ -128,8 +128,17 @@ def _raises(s, D, regime):
         if s.vpp not in (None, 1) or s.pad_to_length or not s.remove_padding:
             text = "dynamic CP excludes virtual pipeline stages, pad_to_length and BSHD"
             yield f"{verl} raises: {text}", ()
+    if not s.mbridge:
+        yield f"{verl} raises: the Megatron engine needs use_mbridge", ()
+    if (s.vpp or 1) > 1 and not (s.dynamic_batch or s.dynamic_cp) and D and s.micro_batch:
+        M = s.B // D // s.micro_batch
+        if M % s.pp:
+            text = f"virtual pipeline stages need micro-batches in groups of PP {s.pp}, not {M}"
+            yield f"{verl} raises: {text}", ()
     if regime == "averaging":
         return
+    if s.collective_average:
+        yield "Megatron-Core raises: average_in_collective excludes calculate_per_token_loss", ()
     if not s.remove_padding and engine.refuses_bshd:
         yield f"{verl} raises ValueError: calculate_per_token_loss needs use_remove_padding", ()
     if engine.guard and s.mode == "seq-mean-token-mean" and not s.dynamic_cp:
@@ -140,6 +149,17 @@ def _raises(s, D, regime):
 def _other_objective(s):
     """Where the loss that runs is not the one that the configuration names."""
     real = installed.aggregated(s.loss, s.mode)
+    if (s.bypass or s.loss == "bypass_mode") and s.normalized_weights:
+        yield Finding(
+            "not safe",
+            "rollout_is_batch_normalize divides weights by their mean over the micro-batch: the "
+            "loss depends on the split",
+            ("objective", "losses"),
+        )
+    if s.bypass and s.loss != "bypass_mode":
+        text = f"algorithm.rollout_correction.bypass_mode replaces {s.loss} by bypass_mode"
+        yield Finding("not safe", text, ("losses",))
+        return
     if s.loss in NO_OBJECTIVE:
         yield Finding("not safe", f"{s.loss} {NO_OBJECTIVE[s.loss]}", ("objective", "losses"))
     elif real != s.mode:
@@ -169,6 +189,10 @@ def _uncovered(s):
         "Megatron-FSDP replaces the gradient reduction that the book describes": s.megatron_fsdp,
         "pad_to_length adds rows that are not run in the book": s.pad_to_length,
         f"EP {s.ep}: expert gradients are reduced over other ranks, the runs have EP 1": s.ep > 1,
+        f"expert tensor parallelism {s.etp}: the runs have that of TP": s.etp not in (None, s.tp),
+        "the router's z-loss is no part of the objective, and not measured in the book": (
+            bool(s.z_loss)
+        ),
         "distillation adds another loss": s.distillation,
         "multi-token prediction adds another loss": s.mtp,
         "dynamic CP is not covered by a proved statement yet": (

@@ -37,9 +37,9 @@ DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 def measure(device: str = "cuda") -> dict:
     """Run everything on `device`; what came out, with where.
 
-    `losses` has for each loss, CP size and dtype the largest error of `check.check`, `engine` for
-    each CP size and dtype T/K as predicted and measured, and the residual against the oracle;
-    float64 without Megatron's float32 steps.
+    `losses` has for each loss, CP size and dtype the largest error of `check.check` and the largest
+    gradient on another rank's rows, `engine` for each CP size and dtype T/K as predicted and
+    measured, and the residual against the oracle; float64 without Megatron's float32 steps.
     """
     from cpnorm import check  # verl and Megatron-Core, which take seconds to import
     from cpnorm.engine.model import attention
@@ -48,9 +48,9 @@ def measure(device: str = "cuda") -> dict:
     found = {"provenance": provenance(), "device": about(device), "losses": [], "engine": []}
     for case in tqdm(cases, unit="case", leave=False, desc="losses"):
         for loss in oracle.LOSSES:
-            error = check.check(replace(case, loss=loss), device=device).error
+            one = check.check(replace(case, loss=loss), device=device)
             where = {"loss": loss, "cp": case.cp, "dtype": case.dtype}
-            found["losses"].append(where | {"error": error})
+            found["losses"].append(where | {"error": one.error, "off_shard": one.off_shard})
     for cp in tqdm(CP_SIZES, unit="world", leave=False, desc="engine"):
         with World(cp, device) as world:
             for case in (one for one in cases if one.cp == cp):

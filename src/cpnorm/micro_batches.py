@@ -12,9 +12,14 @@ def tokens(
 ) -> tuple[tuple[int, ...], ...]:
     """Routed tokens `t[d][m]` of a mini-batch of these sequences, each replica a consecutive block.
 
-    With `use_dynamic_bsz` verl itself splits a replica's block. `ValueError` if D is unknown or
-    the sequences cannot be divided so.
+    With `use_dynamic_bsz` verl itself splits a replica's block. `ValueError` if D is unknown, the
+    sequences are not as many as the configuration says, or cannot be divided so.
     """
+    if s.is_given("mini_batch") and len(lengths) != s.B:
+        raise ValueError(
+            f"there are lengths of {len(lengths)} sequences, allowed are those of a mini-batch: "
+            f"ppo_mini_batch_size times rollout.n, {s.B}"
+        )
     if D is None:
         raise ValueError("lengths need the number of replicas, give trainer.nnodes or --dp")
     whole = case.Case(sequences=tuple(lengths), dp=D)

@@ -1,9 +1,9 @@
 """A user's topology and loss, scaled down to a tiny model, through the installed verl and Megatron.
 
 Everything that the statement is about stays as configured: DP x CP x TP x PP, loss, aggregation
-mode, KL and entropy terms, how micro-batches are made, the regime. What only costs time is small:
-the model, the sequences, and data-parallel replicas above two, which a run of one's own processes
-does not need.
+mode, clip bounds, coefficients of the KL and entropy terms, how micro-batches are made, the regime.
+What only costs time is small: the model, the sequences, and data-parallel replicas above two, which
+a run of one's own processes does not need. Other settings of a loss are those of `cpnorm.losses`.
 """
 
 import math
@@ -74,6 +74,12 @@ def plan(
         (s.strategy != "megatron", f"strategy {s.strategy}"),
         (s.dynamic_cp, "dynamic context parallelism, which no Megatron-Core release carries"),
         (not s.remove_padding, "the BSHD layout (use_remove_padding=False)"),
+        (s.fused, "fused kernels (use_fused_kernels=True)"),
+        (s.pad_to_length, "pad_to_length"),
+        (s.megatron_fsdp, "Megatron-FSDP"),
+        (s.ep > 1, f"expert parallelism (EP {s.ep})"),
+        (s.distillation or s.mtp, "another loss beside the policy loss"),
+        (s.bypass, "rollout_correction.bypass_mode, which replaces the policy loss"),
     ):
         if applies:
             raise ValueError(f"cpnorm check does not run {what}: see cpnorm explain")
@@ -102,8 +108,8 @@ def plan(
         loss=s.loss,
         mode=s.mode,
         loss_scale_factor=s.loss_scale_factor,
-        clip_low=s.clip_low or 0.2,
-        clip_high=s.clip_high or 0.2,
+        clip_low=0.2 if s.clip_low is None else s.clip_low,
+        clip_high=0.2 if s.clip_high is None else s.clip_high,
         kl_coef=s.kl_coef if s.use_kl_loss else 0.0,
         entropy_coef=s.entropy_coef,
     )

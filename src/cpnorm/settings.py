@@ -72,6 +72,8 @@ class Settings:
     )
     cp: int = _at(f"{_MEGATRON}.context_parallel_size", WHOLE, 1)
     ep: int = _at(f"{_MEGATRON}.expert_model_parallel_size", WHOLE, 1)
+    etp: int | None = _at(f"{_MEGATRON}.expert_tensor_parallel_size", _none_or(WHOLE), None)
+    mbridge: bool = _at(f"{_MEGATRON}.use_mbridge", SWITCH, True)
     dynamic_cp: bool = _at(f"{_MEGATRON}.dynamic_context_parallel", SWITCH, False)
     max_seqlen: int | None = _at(f"{_MEGATRON}.max_seqlen_per_dp_cp_rank", _none_or(WHOLE), None)
     vanilla_mbridge: bool = _at(f"{_MEGATRON}.vanilla_mbridge", SWITCH, False)
@@ -90,12 +92,22 @@ class Settings:
         _none_or(TEXT),
         None,
     )
+    z_loss: float | None = _at(
+        f"{_MEGATRON}.override_transformer_config.moe_z_loss_coeff", _none_or(NUMBER), None
+    )
+    collective_average: bool = _at(
+        f"{_MEGATRON}.override_ddp_config.average_in_collective", SWITCH, False
+    )
     remove_padding: bool = _at(f"{ROOT}.model.use_remove_padding", SWITCH, True)
     fused: bool = _at(f"{ROOT}.model.use_fused_kernels", SWITCH, False)
     mtp: bool = _at(f"{ROOT}.model.mtp.enable_train", SWITCH, False)
     model: str | None = _at(f"{ROOT}.model.path", _none_or(TEXT), None)
     responses: int = _at(f"{ROOT}.rollout.n", WHOLE, 1)
     distillation: bool = _at("distillation.enabled", SWITCH, False)
+    bypass: bool = _at("algorithm.rollout_correction.bypass_mode", SWITCH, False)
+    normalized_weights: bool = _at(
+        "algorithm.rollout_correction.rollout_is_batch_normalize", SWITCH, False
+    )
     gpus_per_node: int = _at("trainer.n_gpus_per_node", WHOLE, 8)
     nodes: int = _at("trainer.nnodes", WHOLE, 1)
     max_prompt: int = _at("data.max_prompt_length", WHOLE, 512)

@@ -29,8 +29,14 @@ SECTIONS = {
     f"{ROOT}.actor.megatron": ("verl.workers.config.engine", "EngineConfig", "McoreEngineConfig"),
     f"{ROOT}.model": ("verl.workers.config.model", "HFModelConfig"),
     f"{ROOT}.rollout": ("verl.workers.config.rollout", "RolloutConfig"),
+    "algorithm": (),
+    "algorithm.rollout_correction": (),
+    "data": (),
+    "trainer": (),
 }
 """Sections whose keys are checked; known are those of verl's YAML and of these dataclasses."""
+
+_MISSING = object()
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Settings:
@@ -51,6 +57,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Settings:
         defaults = _composed(tuple(choices.values()))
         config = OmegaConf.merge(defaults, mine)
         OmegaConf.set_struct(config, True)
+        _check_overrides(values, config)
         ConfigLoaderImpl._apply_overrides_to_config(values, config)
         given = frozenset(_leaves(mine)) | {
             key for o in values for key in _leaves(o.value(), o.key_or_group)
@@ -200,6 +207,24 @@ def _check_keys(config, defaults):
     for key in OmegaConf.select(config, section) or ():
         if key != PER_TOKEN and difflib.get_close_matches(str(key), [PER_TOKEN], cutoff=0.85):
             raise ValueError(f"{section} has the key {short(key)}, did you mean {PER_TOKEN!r}")
+
+
+def _check_overrides(overrides, config):
+    """`ValueError` where Hydra would refuse to change a key that is not there, or to add one that
+    is."""
+    for override in overrides:
+        key = override.key_or_group
+        there = OmegaConf.select(config, key, default=_MISSING) is not _MISSING
+        if override.is_add() and there:
+            raise ValueError(f"the configuration has the key {key} already, write it without +")
+        if there or override.is_add() or override.is_force_add():
+            continue
+        parent, _, last = key.rpartition(".")
+        node = OmegaConf.select(config, parent) if parent else config
+        beside = [str(k) for k in node] if isinstance(node, DictConfig) else []
+        near = difflib.get_close_matches(last, beside, n=1)
+        hint = f"did you mean {near[0]!r}" if near else f"write +{key}=... to add it"
+        raise ValueError(f"the configuration has no key {key}, {hint}")
 
 
 def _leaves(value, prefix=""):

@@ -49,6 +49,7 @@ def _architectures(model):
         return set(names), f"{', '.join(names)} in the model's config.json"
     except (ValueError, LookupError, TypeError, RuntimeError):
         pass
-    name = Path(model).name
-    guess = re.search(r"qwen3[._]5|qwen3[._-]?vl", name, re.IGNORECASE)
+    known = re.compile(r"qwen3[._]5|qwen3[._-]?vl", re.IGNORECASE)
+    guess = known.search(model)
+    name = model if guess and not known.search(Path(model).name) else Path(model).name
     return (PROVIDERS if guess else set()), f"a guess by the name {name}, no config.json at hand"
