@@ -293,10 +293,33 @@ CORRECTION = "algorithm.rollout_correction"
         (
             [
                 f"{A}.policy_loss.loss_mode=bypass_mode",
+                f"{CORRECTION}.bypass_mode=true",
+                f"{CORRECTION}.loss_type=reinforce",
+                f"{CORRECTION}.rollout_is=sequence",
                 f"{CORRECTION}.rollout_is_batch_normalize=true",
             ],
             "not safe",
             "the loss depends on the split",
+        ),
+        (
+            [
+                f"{A}.policy_loss.loss_mode=bypass_mode",
+                f"+{A}.policy_loss.rollout_correction.loss_type=reinforce",
+                f"+{A}.policy_loss.rollout_correction.rollout_is=sequence",
+                f"+{A}.policy_loss.rollout_correction.rollout_is_batch_normalize=true",
+            ],
+            "not safe",
+            "the loss depends on the split",
+        ),
+        (
+            [
+                f"{A}.policy_loss.loss_mode=bypass_mode",
+                f"{CORRECTION}.bypass_mode=true",
+                f"{CORRECTION}.rollout_is=sequence",
+                f"{CORRECTION}.rollout_is_batch_normalize=true",
+            ],
+            "safe",
+            None,
         ),
         ([f"{A}.policy_loss.loss_mode=bypass_mode"], "safe", None),
         ([f"{A}.megatron.use_mbridge=false"], "not safe", "needs use_mbridge"),

@@ -149,7 +149,7 @@ def _raises(s, D, regime):
 def _other_objective(s):
     """Where the loss that runs is not the one that the configuration names."""
     real = installed.aggregated(s.loss, s.mode)
-    if (s.bypass or s.loss == "bypass_mode") and s.normalized_weights:
+    if s.normalizes_weights:
         yield Finding(
             "not safe",
             "rollout_is_batch_normalize divides weights by their mean over the micro-batch: the "

@@ -43,6 +43,8 @@ def _at(key, kind, default):
 
 
 _ACTOR, _MEGATRON = f"{ROOT}.actor", f"{ROOT}.actor.megatron"
+_CORRECTION = "algorithm.rollout_correction"
+_OWN_CORRECTION = f"{ROOT}.actor.policy_loss.rollout_correction"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +106,13 @@ class Settings:
     model: str | None = _at(f"{ROOT}.model.path", _none_or(TEXT), None)
     responses: int = _at(f"{ROOT}.rollout.n", WHOLE, 1)
     distillation: bool = _at("distillation.enabled", SWITCH, False)
-    bypass: bool = _at("algorithm.rollout_correction.bypass_mode", SWITCH, False)
-    normalized_weights: bool = _at(
-        "algorithm.rollout_correction.rollout_is_batch_normalize", SWITCH, False
-    )
+    bypass: bool = _at(f"{_CORRECTION}.bypass_mode", SWITCH, False)
+    correction_loss: str = _at(f"{_CORRECTION}.loss_type", TEXT, "ppo_clip")
+    correction_weights: str | None = _at(f"{_CORRECTION}.rollout_is", _none_or(TEXT), None)
+    correction_norm: bool = _at(f"{_CORRECTION}.rollout_is_batch_normalize", SWITCH, False)
+    own_correction_loss: str = _at(f"{_OWN_CORRECTION}.loss_type", TEXT, "ppo_clip")
+    own_correction_weights: str | None = _at(f"{_OWN_CORRECTION}.rollout_is", _none_or(TEXT), None)
+    own_correction_norm: bool = _at(f"{_OWN_CORRECTION}.rollout_is_batch_normalize", SWITCH, False)
     gpus_per_node: int = _at("trainer.n_gpus_per_node", WHOLE, 8)
     nodes: int = _at("trainer.nnodes", WHOLE, 1)
     max_prompt: int = _at("data.max_prompt_length", WHOLE, 512)
@@ -122,6 +127,21 @@ class Settings:
     def B(self) -> int:
         """Sequences of a mini-batch, as verl's `_update_actor` counts them."""
         return self.mini_batch * self.responses
+
+    @property
+    def normalizes_weights(self) -> bool:
+        """Whether verl's `compute_policy_loss_bypass_mode` runs as REINFORCE with weights that it
+        divides by their mean over the micro-batch.
+
+        With `bypass` it takes the trainer's rollout correction, else that of `policy_loss`.
+        """
+        if self.bypass:
+            read = self.correction_loss, self.correction_weights, self.correction_norm
+        else:
+            read = self.own_correction_loss, self.own_correction_weights, self.own_correction_norm
+        return (self.bypass or self.loss == "bypass_mode") and (
+            read[0] == "reinforce" and read[1] is not None and read[2]
+        )
 
     @property
     def D(self) -> int | None:
