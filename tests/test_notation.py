@@ -1,10 +1,11 @@
 """The names on the notation page exist in the installed verl and Megatron-Core."""
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from cpnorm.sources import folder
 
 PAGE = Path(__file__).parents[1] / "book/01_notation.md"
 
@@ -17,8 +18,7 @@ def names(text):
 def missing(text):
     """Those of `names` whose file is not installed or does not contain the name as a word."""
     for name, file in names(text):
-        package = Path(find_spec(file.split("/")[0]).submodule_search_locations[0]).parent
-        source = package / file
+        source = folder(file.split("/")[0]).parent / file
         if not (source.is_file() and re.search(rf"\b{name}\b", source.read_text())):
             yield name, file
 

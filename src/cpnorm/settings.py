@@ -136,12 +136,14 @@ class Settings:
         With `bypass` it takes the trainer's rollout correction, else that of `policy_loss`.
         """
         if self.bypass:
-            read = self.correction_loss, self.correction_weights, self.correction_norm
+            loss, weights = self.correction_loss, self.correction_weights
+            normalizes = self.correction_norm
+        elif self.loss == "bypass_mode":
+            loss, weights = self.own_correction_loss, self.own_correction_weights
+            normalizes = self.own_correction_norm
         else:
-            read = self.own_correction_loss, self.own_correction_weights, self.own_correction_norm
-        return (self.bypass or self.loss == "bypass_mode") and (
-            read[0] == "reinforce" and read[1] is not None and read[2]
-        )
+            return False
+        return loss == "reinforce" and weights is not None and normalizes
 
     @property
     def D(self) -> int | None:

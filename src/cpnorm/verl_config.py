@@ -200,8 +200,8 @@ def _check_keys(config, defaults):
             raise ValueError(f"{section} is {short(_plain(node))}, allowed is a mapping")
         for key in node:
             if key not in known:
-                near = difflib.get_close_matches(str(key), sorted(known), n=1)
-                hint = f", did you mean {near[0]!r}" if near else ""
+                near = _near(key, sorted(known))
+                hint = f", {near}" if near else ""
                 raise ValueError(f"{section} has the key {short(key)}, which verl lacks{hint}")
     section = f"{ROOT}.actor.megatron.override_transformer_config"
     for key in OmegaConf.select(config, section) or ():
@@ -222,9 +222,14 @@ def _check_overrides(overrides, config):
         parent, _, last = key.rpartition(".")
         node = OmegaConf.select(config, parent) if parent else config
         beside = [str(k) for k in node] if isinstance(node, DictConfig) else []
-        near = difflib.get_close_matches(last, beside, n=1)
-        hint = f"did you mean {near[0]!r}" if near else f"write +{key}=... to add it"
+        hint = _near(last, beside) or f"write +{key}=... to add it"
         raise ValueError(f"the configuration has no key {key}, {hint}")
+
+
+def _near(key, known):
+    """A hint to the key of `known` that `key` is most like, None if it is like none."""
+    near = difflib.get_close_matches(str(key), known, n=1)
+    return f"did you mean {near[0]!r}" if near else None
 
 
 def _leaves(value, prefix=""):

@@ -59,12 +59,14 @@ def check_fit(case: Case, model: Model) -> None:
     if case.vpp and case.max_token_len is None and case.M % case.pp:
         raise ValueError(f"vpp needs micro-batches in groups of pp = {case.pp}, but M is {case.M}")
     if case.layout != "zigzag" and case.cp > 1:
-        why = "verl asks for another with an attention variant that the tiny model does not have"
-        if "cp_partition_mode" not in installed.fields(
-            "megatron.core.packed_seq_params", "PackedSeqParams"
-        ):
-            have = f"Megatron-Core {version('megatron-core')} has"
-            why = f"{have} no PackedSeqParams.cp_partition_mode"
+        fields = installed.fields("megatron.core.packed_seq_params", "PackedSeqParams")
+        if "cp_partition_mode" in fields:
+            why = (
+                "verl asks for another with an attention variant that the tiny model does not have"
+            )
+        else:
+            release = version("megatron-core")
+            why = f"Megatron-Core {release} has no PackedSeqParams.cp_partition_mode"
         raise ValueError(f"layout is {case.layout!r}, allowed is zigzag: {why}")
 
 
