@@ -1,17 +1,32 @@
-"""What the installed verl and Megatron-Core do with a step, read from their sources.
+"""What the installed verl and Megatron-Core do with a step, as far as they were examined.
 
-Nothing of theirs is imported: the files are parsed.
+A fact comes from `cpnorm.examined`, by version, and holds only where `differences` finds none.
+Nothing of theirs is imported: their files are read.
 """
 
 import ast
 import functools
+import sys
+from fractions import Fraction
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
-from cpnorm.sources import parsed
+import yaml
 
-EXAMINED = ("0.8.0", "0.9.0", "0.9.1")
-"""Releases of verl whose sources were read for `Engine` and `aggregated`."""
+from cpnorm import examined
+from cpnorm.examined import AUX, AUX_RULES, CONFIGURED, EVERY, FACTS, REGIME
+from cpnorm.fingerprint import Sources
+from cpnorm.sources import folder, parsed
+
+EXAMINED = tuple(FACTS["verl"])
+"""Releases of verl that were examined."""
+
+SHOWN = 3
+"""Functions that differ, of one distribution, that `differences` names."""
+
+TRAINERS = ("ppo_megatron_trainer", "ppo_trainer")
+"""Trainer configurations that verl's wheel has composed, in files of its own."""
 
 
 class Engine(NamedTuple):
@@ -28,82 +43,93 @@ class Engine(NamedTuple):
 
 def versions() -> dict[str, str | None]:
     """Versions of the installed distributions, None for one that is not installed."""
-    return {name: _version(name) for name in ("verl", "megatron-core", "megatron-bridge")}
+    return {name: _version(name) for name in FACTS}
 
 
-@functools.cache
-def engine() -> Engine:
-    """As read from `verl/workers/engine/megatron/transformer_impl.py`."""
-    (function,) = (
-        node
-        for owner in parsed("verl.workers.engine.megatron.transformer_impl").body
-        if isinstance(owner, ast.ClassDef) and owner.name == "MegatronEngineWithLMHead"
-        for node in owner.body
-        if isinstance(node, ast.FunctionDef) and node.name == "postprocess_micro_batch_func"
-    )
-    nodes = list(ast.walk(function))
-    return Engine(
-        counts=any(
-            isinstance(n, ast.Return) and isinstance(n.value, ast.Tuple) and len(n.value.elts) == 3
-            for n in nodes
-        ),
-        guard=any(
-            isinstance(n, ast.Compare) and "seq-mean-token-mean" in _strings(n) for n in nodes
-        ),
-        refuses_bshd=any(
-            isinstance(n, ast.Raise) and any("use_remove_padding" in s for s in _strings(n))
-            for n in nodes
-        ),
-    )
+def differences(loss: str) -> tuple[str, ...]:
+    """Why nothing is known of a verdict on policy loss `loss`, in sentences; empty where all is.
 
-
-@functools.cache
-def aggregated(loss: str, mode: str) -> str | None:
-    """The mode in which a registered policy loss really aggregates when `mode` is configured.
-
-    None for a loss that aggregates in a way of its own. As read from the calls that its function in
-    `verl/trainer/ppo/core_algos.py` makes with `loss_agg_mode`: a constant there wins.
+    verl and Megatron-Core must be of an examined version, and the functions that a verdict rests
+    on as they were there. A version that nobody examined differs, whatever its functions are.
     """
-    (function,) = (
-        node
-        for node in parsed("verl.trainer.ppo.core_algos").body
-        if isinstance(node, ast.FunctionDef)
-        for d in node.decorator_list
-        if isinstance(d, ast.Call) and d.args and _strings(d.args[0]) == [loss]
-    )
-    values = [
-        keyword.value
-        for call in ast.walk(function)
-        if isinstance(call, ast.Call)
-        for keyword in call.keywords
-        if keyword.arg == "loss_agg_mode"
-    ]
-    if not values:
+    name = f"policy loss {loss}"
+    found = _differences("verl", (EVERY, name)) + _differences("megatron-core", (EVERY,))
+    version = versions()["verl"]
+    if version in EXAMINED and loss not in examined.losses(version):
+        found += (f"{name} of verl {version} was not examined",)
+    return found
+
+
+def bridge_differences() -> tuple[str, ...]:
+    """As `differences`, for the providers of Megatron-Bridge that choose the regime.
+
+    Empty where Megatron-Bridge is not installed: then nothing is known of it, but nothing differs.
+    """
+    present = versions()["megatron-bridge"] is not None
+    return _differences("megatron-bridge", (REGIME,)) if present else ()
+
+
+def engine() -> Engine:
+    """Of the installed verl. `ValueError` for a version that was not examined."""
+    facts = _facts("verl")
+    return Engine(facts.counts, facts.guard, facts.refuses_bshd)
+
+
+def aggregated(loss: str, mode: str) -> str | None:
+    """The mode in which a policy loss really aggregates when `mode` is configured.
+
+    None for a loss that aggregates in a way of its own. `ValueError` for a version of verl, or a
+    loss, that was not examined.
+    """
+    modes = _facts("verl").modes
+    known = examined.losses(versions()["verl"])
+    if loss not in known:
+        raise ValueError(f"loss is {loss!r}, examined are {', '.join(known)}")
+    real = modes.get(loss, CONFIGURED)
+    return mode if real == CONFIGURED else real
+
+
+def aux_factor(cp: int, tp: int) -> str | None:
+    """What the installed Megatron-Core makes of the auxiliary loss in the per-token regime.
+
+    An exact fraction, such as "1/4", against the unsharded run, where no sequence needs padding and
+    K = T. None at sizes, or in a release, where it was not measured.
+    """
+    facts = FACTS["megatron-core"].get(versions()["megatron-core"])
+    if facts is None or (cp, tp) not in facts.measured or _differences("megatron-core", (AUX,)):
         return None
-    return next((v.value for v in values if isinstance(v, ast.Constant)), mode)
+    return str(AUX_RULES[facts.aux](Fraction(cp), Fraction(tp)))
 
 
-@functools.cache
 def has_dynamic_groups() -> bool:
-    """Whether Megatron-Core's `initialize_model_parallel` takes `dynamic_context_parallel`."""
-    return any(
-        isinstance(node, ast.FunctionDef)
-        and node.name == "initialize_model_parallel"
-        and "dynamic_context_parallel" in [a.arg for a in node.args.args + node.args.kwonlyargs]
-        for node in parsed("megatron.core.parallel_state").body
-    )
+    """Whether Megatron-Core's `initialize_model_parallel` takes `dynamic_context_parallel`.
+
+    `ValueError` for a version that was not examined.
+    """
+    return _facts("megatron-core").dynamic_groups
 
 
 @functools.cache
 def fields(module: str, *owners: str) -> frozenset[str]:
     """Fields that the dataclasses `owners` in a module declare themselves."""
-    return frozenset(
-        node.target.id
-        for owner in parsed(module).body
-        if isinstance(owner, ast.ClassDef) and owner.name in owners
-        for node in owner.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    )
+    body = parsed(module).body
+    found = [n for n in body if isinstance(n, ast.ClassDef) and n.name in owners]
+    return frozenset().union(*map(_fields, found))
+
+
+def key_releases(key: str) -> tuple[str, ...]:
+    """Releases of verl that know a dotted configuration key, of those in `.venv/releases` and the
+    installed one, oldest first.
+
+    A release knows a key of its trainer's configuration, Megatron's or FSDP's, and a field of the
+    dataclass that a section there names.
+    """
+    folders = sorted(Path(sys.prefix, "releases").glob("verl-*"))
+    known = [f.name.removeprefix("verl-") for f in folders if _knows(f / "verl", key)]
+    installed = versions()["verl"]
+    if installed is not None and _knows(folder("verl"), key):
+        known.append(installed)
+    return tuple(dict.fromkeys(known))
 
 
 def _version(name):
@@ -113,5 +139,65 @@ def _version(name):
         return None
 
 
-def _strings(node):
-    return [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and type(n.value) is str]
+def _facts(distribution):
+    version, known = versions()[distribution], FACTS[distribution]
+    if version not in known:
+        raise ValueError(f"{distribution} is {version}, examined are {', '.join(known)}")
+    return known[version]
+
+
+def _differences(distribution, parts):
+    """Sentences on the installed release of a distribution, for parts of a verdict."""
+    version = versions()[distribution]
+    if version is None:
+        return (f"{distribution} is not installed",)
+    known, found = FACTS[distribution], []
+    if version not in known:
+        found.append(f"{distribution} {version} was not examined, that was {', '.join(known)}")
+    seen = Sources()
+    near = version if version in known else examined.nearest(distribution, seen)
+    names = [one.name for one in examined.changed(distribution, near, seen, parts)]
+    what = f"of {distribution} {version} differs from what was examined"
+    found += [f"{name} {what}" for name in names[:SHOWN]]
+    if more := names[SHOWN:]:
+        what = what if len(more) == 1 else what.replace("differs", "differ")
+        found.append(f"{len(more)} more function{'s' if len(more) > 1 else ''} {what}")
+    return tuple(found)
+
+
+def _knows(verl, key):
+    """Whether the release whose package `verl` is has a dotted key in either trainer."""
+    *sections, last = key.split(".")
+    for config in _trainers(verl):
+        for section in sections:
+            config = config.get(section) if isinstance(config, dict) else None
+        if isinstance(config, dict) and (last in config or last in _declared(verl, config)):
+            return True
+    return False
+
+
+@functools.cache
+def _trainers(verl):
+    """verl's Megatron and FSDP trainers, composed, as its wheel has them."""
+    files = (verl / "trainer/config" / f"_generated_{name}.yaml" for name in TRAINERS)
+    return [yaml.load(f.read_text(), yaml.CSafeLoader) for f in files if f.is_file()]
+
+
+def _declared(verl, section):
+    """Fields of the dataclass that a section names as its `_target_`, inherited ones too."""
+    package, _, name = str(section.get("_target_", "")).rpartition(".")
+    place = Path(verl.parent, *package.split("."))
+    files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+    trees = [ast.parse(f.read_text()) for f in files if f.is_file()]
+    classes = {n.name: n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef)}
+    found, names = set(), [name]
+    for one in names:  # grows
+        if one in classes:
+            names += [b.id for b in classes[one].bases if isinstance(b, ast.Name)]
+            found |= _fields(classes[one])
+    return found
+
+
+def _fields(owner):
+    fields = (n.target for n in owner.body if isinstance(n, ast.AnnAssign))
+    return {target.id for target in fields if isinstance(target, ast.Name)}
