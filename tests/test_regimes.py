@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from cpnorm import engine, oracle, regimes, transformer
 from cpnorm.case import Case, Sequence
+from cpnorm.examined import FACTS
 from cpnorm.ranks import World
 from cpnorm.regimes import EXACT, FACTORS
 from cpnorm.transformer import Model
@@ -165,6 +167,24 @@ def test_auxiliary_loss_without_padding(world, one_rank, name):
     two = regimes.aux_part(world, case, "two values")
     ratio, residual, bound = against(two, part)
     assert abs(ratio / case.K - 1) <= bound
+    assert residual <= bound
+
+
+DOUBLE = replace(
+    UNPADDED, sequences=tuple(Sequence(2 * s.prompt, 2 * s.response) for s in UNPADDED.sequences)
+)
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(1, 2), (2, 1), (4, 1), (4, 2), (8, 1)])
+def test_auxiliary_loss_at_every_size_that_the_table_calls_measured(one_rank, cp, tp):
+    """With (2, 2), which `SHARDED` has, and (1, 1), the reference."""
+    measured = FACTS["megatron-core"][version("megatron-core")].measured
+    assert {(cp, tp), (2, 2), (1, 1)} <= set(measured)
+    case = replace(DOUBLE, cp=cp, tp=tp)
+    with World(cp * tp) as ranks:
+        part = regimes.aux_part(ranks, case)
+    ratio, residual, bound = against(part, one_rank(DOUBLE))
+    assert abs(ratio / regimes.aux_factor(case) - 1) <= bound
     assert residual <= bound
 
 

@@ -169,3 +169,23 @@ def walkthrough():
     from cpnorm.walkthrough import repository, text
 
     print(text(repository()), end="")
+
+
+@app.command()
+def releases(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False):
+    """List the releases of verl and Megatron that were examined, and whether yours is one of them.
+
+    Of each, the facts that a verdict rests on. They hold while the functions they were read from
+    are as they were: those of the installed releases are compared.
+
+    \b
+    Examples
+      cpnorm releases
+      cpnorm releases --json | jq '.[] | select(.installed)'
+    """
+    import json
+
+    from cpnorm.examine import in_words, listed
+
+    found = listed()
+    print(json.dumps(found, indent=2) if as_json else "\n".join(map(in_words, found)))

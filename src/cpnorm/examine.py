@@ -25,6 +25,18 @@ from cpnorm.examined import (
 )
 from cpnorm.fingerprint import Sources
 
+WORDS = {
+    "counts": "reports a token count:",
+    "guard": "refuses seq-mean-token-mean:",
+    "refuses_bshd": "refuses BSHD:",
+    "modes": "losses aggregate",
+    "dynamic_groups": "has dynamic CP groups:",
+    "aux": "per token, the auxiliary loss is multiplied by",
+    "measured": "measured at (CP, TP)",
+    "per_token": "turns calculate_per_token_loss on at CP above 1 in",
+}
+"""What a field of the facts says."""
+
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 
@@ -85,6 +97,60 @@ def report(distribution: str, seen: Sources) -> str:
         lines += ["", f'Put in place of TABLES["{distribution}"]:']
         lines += [table(distribution, version, seen)]
     return "\n".join([*lines, ""])
+
+
+def listed() -> list[dict]:
+    """The releases that were examined, and installed ones that were not.
+
+    Each a dict: `distribution`, `version`, `facts` (None for one that was not examined), the number
+    of `functions` held, whether it is `installed`, and `differs`, names of functions that are not
+    as they were examined (None for one that is not installed).
+    """
+    seen, found = Sources(), []
+    for distribution, known in FACTS.items():
+        installed = seen.version(distribution)
+        for version in dict.fromkeys([*known, *filter(None, [installed])]):
+            near = version if version in known else nearest(distribution, seen)
+            here = version == installed
+            differs = [one.name for one in changed(distribution, near, seen)] if here else None
+            found.append(
+                {
+                    "distribution": distribution,
+                    "version": version,
+                    "facts": known[version]._asdict() if version in known else None,
+                    "functions": sum(
+                        bool(r.name and r.prints.get(version)) for r in rows(distribution)
+                    ),
+                    "installed": here,
+                    "differs": differs,
+                }
+            )
+    return found
+
+
+def in_words(one: dict) -> str:
+    """An entry of `listed` as two lines."""
+    state = "not installed"
+    if one["facts"] is None:
+        state = "installed, was not examined"
+    elif one["installed"]:
+        state = "installed, as examined"
+        if one["differs"]:
+            state = f"installed, differs from what was examined: {', '.join(one['differs'])}"
+    head = f"{one['distribution']} {one['version']}: {state}"
+    if one["facts"] is None:
+        return head
+    facts = (f"{WORDS[name]} {_word(value)}" for name, value in one["facts"].items())
+    return f"{head}\n  {one['functions']} functions; {'; '.join(facts)}"
+
+
+def _word(value):
+    if isinstance(value, dict):
+        modes = (f"{name} {mode or 'of its own'}" for name, mode in value.items())
+        return f"as configured, but {', '.join(modes)}"
+    if isinstance(value, tuple):
+        return ", ".join(str(v) for v in value) or "nowhere"
+    return {True: "yes", False: "no", None: "not measured"}.get(value, value)
 
 
 def main(folder: str | None = None) -> None:

@@ -170,7 +170,7 @@ def _said(node) -> Iterator[str]:
         for field, value in ast.iter_fields(node):
             if value is not None and value != [] and field not in ("kind", "type_comment", "ctx"):
                 yield field
-                yield from _said(value)
+                yield from _said(_merged(value) if isinstance(node, ast.JoinedStr) else value)
         yield "end"
     elif isinstance(node, list):
         yield "["
@@ -180,6 +180,17 @@ def _said(node) -> Iterator[str]:
         yield "]"
     else:
         yield repr(node)
+
+
+def _merged(values):
+    """Parts of an f-string, with neighbouring texts as one: 3.12 splits them as others do not."""
+    merged = [ast.Constant("")]
+    for part in values:
+        if isinstance(part, ast.Constant) and isinstance(merged[-1], ast.Constant):
+            merged[-1] = ast.Constant(merged[-1].value + part.value)
+        else:
+            merged.append(part)
+    return [part for part in merged if not isinstance(part, ast.Constant) or part.value]
 
 
 def _is_text(node):

@@ -15,6 +15,7 @@ from cpnorm import engine
 from cpnorm.case import Case
 from cpnorm.engine import Step
 from cpnorm.engine.result import EXACT
+from cpnorm.examined import AUX_RULES, FACTS
 from cpnorm.ranks import World
 from cpnorm.transformer import Model, token_ids
 
@@ -41,11 +42,10 @@ returns two values in the per-token regime.
 """
 
 AUX_FACTOR = {
-    "0.16.1": lambda C, tp: 1 / (C * tp),
-    "0.19.2": lambda C, tp: 1.0,
+    release: AUX_RULES[facts.aux] for release, facts in FACTS["megatron-core"].items() if facts.aux
 }
 """What a release of Megatron-Core makes of the auxiliary loss in the per-token regime, against the
-unsharded run, where no sequence needs padding and K = T."""
+unsharded run, where no sequence needs padding and K = T. For symbols or numbers C and TP."""
 
 
 def lone_token(case: Case, model: Model) -> tuple[int, int]:
