@@ -119,7 +119,7 @@ def copy(tmp_path, monkeypatch):
     return change
 
 
-NEW = "verl 0.10.0 was not examined, that was 0.8.0, 0.9.0, 0.9.1"
+NEW = "verl 0.10.0 was not examined, examined are 0.8.0, 0.9.0, 0.9.1"
 
 
 def says(name, version="0.10.0"):
@@ -242,7 +242,7 @@ def test_not_installed(monkeypatch, distribution):
 def test_another_megatron_core(monkeypatch):
     relabel(monkeypatch, megatron_core="0.99.0")
     (found,) = installed.differences("gspo")
-    assert found.startswith("megatron-core 0.99.0 was not examined, that was 0.16.1, ")
+    assert found.startswith("megatron-core 0.99.0 was not examined, examined are 0.16.1, ")
     assert installed.aux_factor(2, 1) is None
     with pytest.raises(ValueError, match=r"megatron-core is 0\.99\.0, examined are 0\.16\.1"):
         installed.has_dynamic_groups()
@@ -251,7 +251,7 @@ def test_another_megatron_core(monkeypatch):
 def test_another_megatron_bridge(monkeypatch):
     relabel(monkeypatch, megatron_bridge="0.9.9")
     found = installed.bridge_differences()
-    assert found[0] == "megatron-bridge 0.9.9 was not examined, that was 0.6.2"
+    assert found[0] == "megatron-bridge 0.9.9 was not examined, examined are 0.6.2"
 
 
 # What a fingerprint sees

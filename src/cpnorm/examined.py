@@ -82,6 +82,7 @@ FACTS = {
     },
     "megatron-core": {
         "0.16.1": Megatron(dynamic_groups=False, aux="1/(CP TP)", measured=_SIZES),
+        "0.18.0": Megatron(dynamic_groups=False, aux="1/(CP TP)", measured=_SIZES),
         "0.18.2": Megatron(dynamic_groups=False, aux="1/(CP TP)", measured=_SIZES),
         "0.19.2": Megatron(dynamic_groups=False, aux="1", measured=_SIZES),
     },
@@ -89,7 +90,8 @@ FACTS = {
 }
 """Distribution -> version -> facts, read by a person and held to the sources by the tests.
 
-`tests/test_regimes.py` runs `measured` with the installed Megatron-Core.
+`tests/test_regimes.py` runs `measured` with the installed Megatron-Core: CI does with 0.16.1 and
+0.19.2. With 0.18.0 and 0.18.2 it was run by hand, and `tests/test_engine.py` too.
 """
 
 TABLES = {
@@ -178,35 +180,35 @@ verl.trainer.ppo.rollout_corr_helper                    b5b09c83 76315834 763158
   compute_rollout_correction_and_rejection_mask         f4a2d7b7 0945e4b6 0945e4b6
 """,
     "megatron-core": """
-functions                                           0.16.1   0.18.2   0.19.2
+functions                                           0.16.1   0.18.0   0.18.2   0.19.2
 # every verdict
-megatron.core.pipeline_parallel.schedules           e2bdb6f1 946a71d2 9d3624f4
-  forward_step_calc_loss                            dc3c7ab4 92115de5 af9aa7d1
-  forward_step                                      d0702535 4421b3fe afacdb88
-  backward_step                                     ecbc7e9e 90399e12 90399e12
-  forward_backward_no_pipelining                    2bbf0740 03f1739b 41962af0
-  forward_backward_pipelining_without_interleaving  678d88ef 67aa3457 5da842db
-  forward_backward_pipelining_with_interleaving     6e4d451c eb8f337d c01501a2
-megatron.core.distributed.finalize_model_grads      b81ca035 077320ba 4b9cfce7
-  finalize_model_grads                              b071acc2 1225a48d f1e88437
-megatron.core.distributed.distributed_data_parallel e8ae6762 5b0a65ea 0c98de1a
-  DistributedDataParallel.__init__                  36397e2d 3c1604da 942db2c8
-  DistributedDataParallel.start_grad_sync           d74ea432 d74ea432 d74ea432
-  DistributedDataParallel.finish_grad_sync          a091dd3f a091dd3f a091dd3f
-  DistributedDataParallel.scale_gradients           de34fb3e de34fb3e de34fb3e
-megatron.core.distributed.param_and_grad_buffer     e10c283e 3fa53286 065661bc
-  _ParamAndGradBucketGroup.start_grad_sync          9de2985b bb499783 c0928d68
-  _ParamAndGradBucketGroup.finish_grad_sync         34710e80 eda3fb9c eda3fb9c
-  _ParamAndGradBuffer.scale_gradients               f3ebc44c 1f795944 1f795944
-megatron.core.parallel_state                        c94fa8ea 6b284e25 1f6e23a0
-  initialize_model_parallel                         c57128c7 958a2994 ef186a21
+megatron.core.pipeline_parallel.schedules           e2bdb6f1 946a71d2 946a71d2 9d3624f4
+  forward_step_calc_loss                            dc3c7ab4 92115de5 92115de5 af9aa7d1
+  forward_step                                      d0702535 4421b3fe 4421b3fe afacdb88
+  backward_step                                     ecbc7e9e 90399e12 90399e12 90399e12
+  forward_backward_no_pipelining                    2bbf0740 03f1739b 03f1739b 41962af0
+  forward_backward_pipelining_without_interleaving  678d88ef 67aa3457 67aa3457 5da842db
+  forward_backward_pipelining_with_interleaving     6e4d451c eb8f337d eb8f337d c01501a2
+megatron.core.distributed.finalize_model_grads      b81ca035 077320ba 077320ba 4b9cfce7
+  finalize_model_grads                              b071acc2 1225a48d 1225a48d f1e88437
+megatron.core.distributed.distributed_data_parallel e8ae6762 5b0a65ea 5b0a65ea 0c98de1a
+  DistributedDataParallel.__init__                  36397e2d 3c1604da 3c1604da 942db2c8
+  DistributedDataParallel.start_grad_sync           d74ea432 d74ea432 d74ea432 d74ea432
+  DistributedDataParallel.finish_grad_sync          a091dd3f a091dd3f a091dd3f a091dd3f
+  DistributedDataParallel.scale_gradients           de34fb3e de34fb3e de34fb3e de34fb3e
+megatron.core.distributed.param_and_grad_buffer     e10c283e 3fa53286 3fa53286 065661bc
+  _ParamAndGradBucketGroup.start_grad_sync          9de2985b bb499783 bb499783 c0928d68
+  _ParamAndGradBucketGroup.finish_grad_sync         34710e80 eda3fb9c eda3fb9c eda3fb9c
+  _ParamAndGradBuffer.scale_gradients               f3ebc44c 1f795944 1f795944 1f795944
+megatron.core.parallel_state                        c94fa8ea 6b284e25 6b284e25 1f6e23a0
+  initialize_model_parallel                         c57128c7 958a2994 958a2994 ef186a21
 # the auxiliary loss
-megatron.core.transformer.moe.router                8a4a45f2 3f397084 1a1b6a2b
-  TopKRouter.attach_and_log_load_balancing_loss     e4715093 122d9b1a 96f68d1f
-  TopKRouter._apply_aux_loss                        bb3679c9 bb3679c9 bb3679c9
-megatron.core.transformer.moe.moe_utils             d73a6eb8 629c4853 b20192e7
-  switch_load_balancing_loss_func                   55a626aa 4004d53f 4004d53f
-  MoEAuxLossAutoScaler                              1015c6c7 1015c6c7 1015c6c7
+megatron.core.transformer.moe.router                8a4a45f2 3f397084 3f397084 1a1b6a2b
+  TopKRouter.attach_and_log_load_balancing_loss     e4715093 122d9b1a 122d9b1a 96f68d1f
+  TopKRouter._apply_aux_loss                        bb3679c9 bb3679c9 bb3679c9 bb3679c9
+megatron.core.transformer.moe.moe_utils             d73a6eb8 629c4853 629c4853 b20192e7
+  switch_load_balancing_loss_func                   55a626aa 4004d53f 4004d53f 4004d53f
+  MoEAuxLossAutoScaler                              1015c6c7 1015c6c7 1015c6c7 1015c6c7
 """,
     "megatron-bridge": """
 functions                                         0.6.2

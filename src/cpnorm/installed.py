@@ -153,7 +153,7 @@ def _differences(distribution, parts):
         return (f"{distribution} is not installed",)
     known, found = FACTS[distribution], []
     if version not in known:
-        found.append(f"{distribution} {version} was not examined, that was {', '.join(known)}")
+        found.append(f"{distribution} {version} was not examined, examined are {', '.join(known)}")
     seen = Sources()
     near = version if version in known else examined.nearest(distribution, seen)
     names = [one.name for one in examined.changed(distribution, near, seen, parts)]
