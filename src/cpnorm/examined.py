@@ -88,7 +88,7 @@ FACTS = {
     },
     "megatron-bridge": {"0.6.2": Bridge(per_token=_QWEN)},
 }
-"""Distribution -> version -> facts, read by a person and held to the sources by the tests.
+"""Distribution -> version -> facts. Tests hold them to the sources of releases that are set up.
 
 `tests/test_regimes.py` runs `measured` with the installed Megatron-Core: CI does with 0.16.1 and
 0.19.2. With 0.18.0 and 0.18.2 it was run by hand, and `tests/test_engine.py` too.
