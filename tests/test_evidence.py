@@ -136,7 +136,7 @@ def test_it_loads_where_verl_lacks_a_loss_and_a_mode(monkeypatch, path):
     first = next(one for one in cases if one.loss == "gspo")
     with pytest.raises(ValueError, match="loss is 'gspo', allowed is one of vanilla"):
         case.check_runs(first)
-    with pytest.raises(ValueError, match="mode is .*, allowed is one of token-mean"):
+    with pytest.raises(ValueError, match="allowed is one of token-mean"):
         case.check_runs(replace(first, loss="vanilla"))
 
 
