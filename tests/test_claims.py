@@ -56,7 +56,7 @@ def book(tmp_path):
         "notebooks/01_sum.ipynb": notebook("sum-chain", "sum-check"),
         "tests/test_sum.py": "def test_sum(): ...\nclass TestSum:\n    def test_more(self): ...\n",
         "src/cpnorm/mutants.py": "MUTANTS = {'flip': 1, 'drop': 2}\n",
-        "claims.yml": yaml.safe_dump({"sum": ENTRY}),
+        claims.FILE: yaml.safe_dump({"sum": ENTRY}),
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -89,7 +89,7 @@ def test_small_book_has_no_problem(book):
     ],
 )
 def test_wrong_entry_is_noticed(book, change, problem):
-    (book / "claims.yml").write_text(yaml.safe_dump({"sum": ENTRY | change}))
+    (book / claims.FILE).write_text(yaml.safe_dump({"sum": ENTRY | change}))
     found = claims.problems(book)
     assert any(problem in sentence for sentence in found), found
 
@@ -102,7 +102,7 @@ def test_wrong_entry_is_noticed(book, change, problem):
     ],
 )
 def test_statements_and_entries_match(book, register, problem):
-    (book / "claims.yml").write_text(yaml.safe_dump(register))
+    (book / claims.FILE).write_text(yaml.safe_dump(register))
     assert problem in claims.problems(book)
 
 
@@ -131,5 +131,5 @@ def test_tag_carried_twice_is_noticed(book):
 def test_tag_claimed_in_two_notebooks_is_noticed(book):
     (book / "notebooks/02_sum.ipynb").write_text(notebook("sum-chain"))
     entry = ENTRY | {"checks": ["notebooks/02_sum.ipynb#sum-chain"]}
-    (book / "claims.yml").write_text(yaml.safe_dump({"sum": entry}))
+    (book / claims.FILE).write_text(yaml.safe_dump({"sum": entry}))
     assert "claimed in several notebooks" in claims.problems(book)[0]
