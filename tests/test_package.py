@@ -21,7 +21,7 @@ PACKAGE = ROOT / "src/cpnorm"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = [Requirement(text) for text in PROJECT["dependencies"]]
 BOOK = [Requirement(text) for text in PROJECT["optional-dependencies"]["book"]]
-BOOK_MODULES = ("claims", "execute", "figures", "sphinx_claims", "symbols")
+BOOK_MODULES = ("claims", "execute", "figures", "sphinx_claims", "stored", "symbols")
 """What only the book runs; of `claims`, only its checks."""
 
 RUNS = ("torch", "verl", "megatron-core", "tensordict", "tqdm")
