@@ -146,7 +146,7 @@ def run_without_browser(folder, *options, **environment):
     shutil.copy(ROOT / "conftest.py", folder)
     kept = {name: value for name, value in os.environ.items() if name != "CI"}
     empty = {"PATH": str(folder), "PLAYWRIGHT_BROWSERS_PATH": str(folder)}
-    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [kept.get("PYTHONPATH")])])
+    path = os.pathsep.join(str(ROOT / name) for name in ("tests", "src"))
     command = [sys.executable, "-m", "pytest", "-p", "no:benchmark", *options, "."]
     return subprocess.run(
         command,
