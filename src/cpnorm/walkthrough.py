@@ -99,7 +99,7 @@ def text(root: Path) -> str:
         ANSWER,
         CHAIN,
         "**The code of each factor**\n\n" + "\n".join(_steps()),
-        "**What stands behind it**\n\n" + "\n".join(_proved(register)),
+        "**What stands behind it**\n\n" + "\n".join(_known(register)),
         "**Runs of verl's whole engine**\n\n" + "\n".join(_runs(records)),
         "**Check it in one minute**, on a CPU, with torch and verl alone:\n\n" + _script(),
         "**Open**\n\n" + "\n".join(_open(register)),
@@ -125,17 +125,18 @@ def _steps():
         yield f"{number}. {what} ([`{name}`]({link(*where)}))"
 
 
-def _proved(register):
-    """A row for each statement that is proved, with how much evidence `claims.yml` names."""
-    yield "| statement | says that | derived in | run and tested by |"
-    yield "|---|---|---|---|"
+def _known(register):
+    """A row for each statement that is not open, with how much evidence `claims.yml` names."""
+    yield "| statement | says that | status | derived in | run and tested by |"
+    yield "|---|---|---|---|---|"
     for label, entry in register.items():
-        if entry["status"] == "proved":
-            notebooks = dict.fromkeys(r.partition("#")[0] for r in entry["derivation"])
+        if entry["status"] != "open":
+            notebooks = dict.fromkeys(r.partition("#")[0] for r in entry.get("derivation", []))
             derived = ", ".join(f"`{name}`" for name in notebooks)
             counted = (len(entry.get("checks", [])), "cell"), (len(entry.get("tests", [])), "test")
             counts = ", ".join(f"{n} {word}{'s' * (n != 1)}" for n, word in counted)
-            yield f"| {label} | {entry['title']} | {derived} | {counts} |"
+            cells = (label, entry["title"], entry["status"], derived, counts)
+            yield "| " + " | ".join(cells) + " |"
 
 
 def _open(register):
