@@ -68,6 +68,11 @@ class Evidence:
     measured: dict
     records: tuple[Record, ...]
 
+    @property
+    def cases(self) -> int:
+        """Cases that ran: (case, model, exact) of which some record is not a refusal."""
+        return len({(r.case, r.model, r.exact) for r in self.records if r.message is None})
+
 
 def provenance() -> dict:
     """Versions, platform and the date (UTC); nothing that names the machine or its user."""

@@ -156,7 +156,7 @@ def _runs(records: list[Evidence]):
         cells = (
             record.provenance["date"],
             *(versions[name] for name in ("torch", "verl", "megatron-core")),
-            record.measured["cases"],
+            record.cases,
             f"{max(one.residual for one in exact):.0e}",
             f"{max(one.ratio_error for one in exact):.0e}",
         )
