@@ -81,7 +81,8 @@ ANSWER = """\
 rank sees the whole sequence and its full mask, and differentiates its own rows. Removing verl
 0.9.0's guard was right. One factor is left, and it is not about sequence means, it is the same in
 every aggregation mode: Megatron divides by K = C Σ ⌊t/C⌋ where T = Σ t was multiplied in, so that
-the gradient is T/K times too large. Reporting ⌊t/C⌋ + [c < t mod C] on CP rank c makes K = T.
+the gradient is T/K times as large as it should be. Reporting ⌊t/C⌋ + [c < t mod C] on CP rank c
+makes K = T.
 
 B sequences, D replicas, C CP ranks; t routed tokens of a micro-batch; μ the mean loss of a
 sequence; a and p are 0 or 1: which micro-batch a sequence lies in, which rank owns a row."""
@@ -163,8 +164,9 @@ def _runs(records: list[Evidence]):
         yield "| " + " | ".join(map(str, cells)) + " |"
     yield ""
     yield (
-        "The error is relative to the largest gradient, over all parameters, against a transformer "
-        "and a loss in plain torch; Megatron's own float32 steps are replaced by float64 in these."
+        "The error is of the largest entry of the gradient, over all parameters, against a "
+        "transformer and a loss in plain torch; Megatron's own float32 steps are replaced by float64 "
+        "in these."
     )
 
 
