@@ -165,8 +165,8 @@ def _runs(records: list[Evidence]):
     yield ""
     yield (
         "The error is of the largest entry of the gradient, over all parameters, against a "
-        "transformer and a loss in plain torch; Megatron's own float32 steps are replaced by float64 "
-        "in these."
+        "transformer and a loss in plain torch; in these runs Megatron's own float32 steps are "
+        "replaced by float64."
     )
 
 
