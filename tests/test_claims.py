@@ -67,7 +67,7 @@ def write(root, **entries):
     """`root` with the register's entries of these names in place of its own; None drops one."""
     register = {"sum": ENTRY, "run": RUN} | entries
     kept = {label: entry for label, entry in register.items() if entry is not None}
-    (root / "claims.yml").write_text(yaml.safe_dump(kept))
+    (root / claims.FILE).write_text(yaml.safe_dump(kept))
 
 
 def noticed(root, problem):

@@ -10,11 +10,12 @@ import json
 import re
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
+from importlib.resources import files
 from pathlib import Path
 
 import yaml
-from markdown_it import MarkdownIt
-from mdit_py_plugins.colon_fence import colon_fence_plugin
+
+FILE = "src/cpnorm/claims.yml"
 
 STATUSES = ("proved", "measured", "open")
 """From the strongest to the weakest. A statement rests on none that is weaker than itself."""
@@ -33,13 +34,18 @@ REQUIRED = {"title", "chapter", "status"}
 OPTIONAL = {"uses", "reason", "derivation", "checks", "tests", "mutants"}
 
 
-def load(root):
-    """The register in `root/claims.yml`: label -> entry, in the file's order."""
-    return yaml.safe_load(Path(root, "claims.yml").read_text()) or {}
+def load(root=None):
+    """The register, label -> entry in the file's order: that of the checkout `root`, without one
+    that of this package."""
+    file = files("cpnorm") / "claims.yml" if root is None else Path(root, FILE)
+    return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
 
 
 def directives(text):
     """Yield `(name, argument, content)` for each directive in MyST `text`, nested ones included."""
+    from markdown_it import MarkdownIt
+    from mdit_py_plugins.colon_fence import colon_fence_plugin
+
     for token in MarkdownIt().use(colon_fence_plugin).parse(text):
         head = re.match(r"\{([\w:-]+)\}\s*(.*)", token.info)
         if token.type in ("fence", "colon_fence") and head:

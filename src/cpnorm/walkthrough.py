@@ -89,7 +89,7 @@ sequence; a and p are 0 or 1: which micro-batch a sequence lies in, which rank o
 
 
 def text(root: Path) -> str:
-    """The whole text, shorter than `LIMIT`. `root` is the repository, with `claims.yml`.
+    """The whole text, shorter than `LIMIT`. `root` is the repository, with `evidence/`.
 
     `ValueError` for a text that is too long, or a quoted line that the installed release lacks.
     """
@@ -115,8 +115,8 @@ def text(root: Path) -> str:
 def repository() -> Path:
     """The checkout that this package was installed from. `ValueError` without one."""
     root = Path(__file__).parents[2]
-    if not (root / "claims.yml").is_file():
-        raise ValueError("the walkthrough needs the repository: claims.yml is not beside src")
+    if not any(root.glob("evidence/engine-*.json")):
+        raise ValueError("the walkthrough needs the repository: evidence is not beside src")
     return root
 
 
