@@ -3,25 +3,30 @@
 PYTHON ?= python3
 PORT ?= 8000
 NB ?= $(wildcard notebooks/*.ipynb)
+THREADS ?= 1 2 4
 
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
+# What a user's shell may hold: other packages, Python without asserts, notebooks without pictures.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE PYTHONOPTIMIZE MPLBACKEND
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One thread a process: pytest runs three at a time, for two cores, since some wait for others.
 export OMP_NUM_THREADS := 1
+unexport MKL_NUM_THREADS OPENBLAS_NUM_THREADS
 
 BUILD = $(VENV)/bin/jupyter-book build . -W -n --keep-going --all
+NBVAL = --nbval --nbval-current-env -n 3 --dist loadscope -p no:benchmark
 
-.PHONY: help setup book serve test lint bench notebooks figures evidence lock clean
+.PHONY: help setup book serve test portable lint bench notebooks figures evidence lock clean
 
 help:
 	@echo "make book       set up .venv and build the book to _build/html/index.html"
 	@echo "make serve      serve the built book on 127.0.0.1 (PORT=8000)"
 	@echo "make test       everything CI runs: lint, strict build, tests, every notebook re-executed and compared"
+	@echo "make portable   notebooks again as on an old processor, with 1, 2 and 4 threads (THREADS=2 for one), about 10 minutes"
 	@echo "make bench      benchmarks of the loss check"
 	@echo "make notebooks  re-execute notebooks in place (NB=notebooks/x.ipynb for one)"
 	@echo "make figures    draw the pictures of book/figures anew"
@@ -67,7 +72,16 @@ lint: $(READY)
 
 test: lint
 	$(BUILD)
-	$(PY) -m pytest tests notebooks --nbval --nbval-current-env -n 3 --dist loadscope -p no:benchmark
+	$(PY) -m pytest tests notebooks $(NBVAL)
+
+# Instruction sets of 2008 for torch, MKL, oneDNN and numpy: stored outputs must not hang on them.
+OLD_CORE = ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OPENBLAS_CORETYPE=Nehalem
+
+portable: $(READY)
+	for threads in $(THREADS); do \
+	echo "Notebooks as on an old processor, threads: $$threads"; \
+	env $(OLD_CORE) OMP_NUM_THREADS=$$threads MKL_NUM_THREADS=$$threads OPENBLAS_NUM_THREADS=$$threads \
+	$(PY) -m pytest $(NB) $(NBVAL) || exit 1; done
 
 bench: $(READY)
 	$(PY) -m pytest benchmarks --benchmark-only

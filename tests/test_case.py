@@ -1,8 +1,10 @@
 """A case says one step, round-trips to YAML, and refuses what makes no sense."""
 
 import ast
+import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import yaml
@@ -10,6 +12,10 @@ from hypothesis import given, settings
 
 from cpnorm import case as module
 from cpnorm.case import Case, Sequence
+from cpnorm.check import check
+from cpnorm.engine import check_fit
+from cpnorm.losses import actor_config
+from cpnorm.transformer import Model
 from strategies import cases
 
 TWO = (Sequence(3, 5), Sequence(2, 9))
@@ -76,8 +82,8 @@ REFUSED = [
     ({"clip_low": -0.1}, "clip_low is -0.1, allowed is a finite number, 0 or more"),
     ({"clip_high": float("nan")}, "clip_high is nan, allowed is a finite number, 0 or more"),
     ({"clip_high": True}, "clip_high is True, allowed is a finite number, 0 or more"),
-    ({"loss": "ppo"}, "loss is 'ppo', allowed is one of vanilla, "),
-    ({"mode": "mean"}, "mode is 'mean', allowed is one of token-mean, "),
+    ({"loss": 3}, "loss is 3, allowed is a name"),
+    ({"mode": ""}, "mode is '', allowed is a name"),
     ({"regime": "both"}, "regime is 'both', allowed is one of per-token, averaging"),
     ({"layout": ["zigzag"]}, "layout is ['zigzag'], allowed is one of zigzag, contiguous"),
     ({"dtype": "float16"}, "dtype is 'float16', allowed is one of float64, float32, bfloat16"),
@@ -150,11 +156,28 @@ def test_text_that_is_no_case(text, message):
 
 def test_a_case_needs_neither_verl_nor_torch():
     program = (
-        "import sys; from cpnorm.case import Case, Sequence; "
+        "import sys; from cpnorm import case; from cpnorm.case import Case, Sequence; "
+        "case.parsed = None; "  # its sources are not read either
         "Case(sequences=(Sequence(1, 1),)); "
         "assert not {'verl', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss": "ppo"}, "loss is 'ppo', allowed is one of vanilla, "),
+        ({"mode": "mean"}, "mode is 'mean', allowed is one of token-mean, "),
+    ],
+)
+def test_a_name_that_verl_lacks_makes_a_case_that_does_not_run(fields, message):
+    """The engine, the check of the losses, and each loss alone refuse it before anything runs."""
+    case = Case(sequences=TWO, **fields)
+    for run in (module.check_runs, check, actor_config, partial(check_fit, model=Model())):
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            run(case)
+        assert "\n" not in str(error.value)
 
 
 def test_names_that_the_installed_verl_has_lost(monkeypatch):

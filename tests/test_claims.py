@@ -24,7 +24,20 @@ PAGE = """\
 Text.
 ```
 
+```{prf:proof}
+Why.
+```
+
 :::{evidence} sum
+:::
+
+```{prf:observation} What a run shows
+:label: run
+
+Text about {prf:ref}`the sum <sum>`.
+```
+
+:::{evidence} run
 :::
 
 ````markdown
@@ -41,6 +54,25 @@ ENTRY = {
     "tests": ["tests/test_sum.py::test_sum", "tests/test_sum.py::TestSum::test_more"],
     "mutants": ["flip", "drop"],
 }
+RUN = {
+    "title": "A run",
+    "chapter": "book/01_sum.md",
+    "status": "measured",
+    "uses": ["sum"],
+    "checks": ["notebooks/01_sum.ipynb#sum-check"],
+}
+
+
+def write(root, **entries):
+    """`root` with the register's entries of these names in place of its own; None drops one."""
+    register = {"sum": ENTRY, "run": RUN} | entries
+    kept = {label: entry for label, entry in register.items() if entry is not None}
+    (root / claims.FILE).write_text(yaml.safe_dump(kept))
+
+
+def noticed(root, problem):
+    found = claims.problems(root)
+    return any(problem in sentence for sentence in found), found
 
 
 def notebook(*tags):
@@ -56,12 +88,12 @@ def book(tmp_path):
         "notebooks/01_sum.ipynb": notebook("sum-chain", "sum-check"),
         "tests/test_sum.py": "def test_sum(): ...\nclass TestSum:\n    def test_more(self): ...\n",
         "src/cpnorm/mutants.py": "MUTANTS = {'flip': 1, 'drop': 2}\n",
-        "claims.yml": yaml.safe_dump({"sum": ENTRY}),
     }
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    write(tmp_path)
     return tmp_path
 
 
@@ -86,24 +118,101 @@ def test_small_book_has_no_problem(book):
         ({"tests": ["tests/test_gone.py::test_sum"]}, "test_gone.py does not exist"),
         ({"mutants": ["flop"]}, "has no mutant flop"),
         ({"titel": "typo"}, "has unknown fields: titel"),
+        ({"status": "measured"}, "status is 'measured', but it is stated as theorem"),
+        ({"status": "measured"}, "is measured but names a derivation"),
+        ({"uses": ["smu"]}, "sum: uses smu, which is not in claims.yml"),
+        ({"uses": ["run"]}, "sum: is proved but uses run, which is measured"),
+        ({"uses": ["run"]}, "sum: uses run, to which its text does not refer"),
+        ({"uses": ["run"]}, "rests on itself, by "),
+        ({"uses": ["sum"]}, "rests on itself, by sum"),
     ],
 )
 def test_wrong_entry_is_noticed(book, change, problem):
-    (book / "claims.yml").write_text(yaml.safe_dump({"sum": ENTRY | change}))
-    found = claims.problems(book)
-    assert any(problem in sentence for sentence in found), found
+    write(book, sum=ENTRY | change)
+    found, sentences = noticed(book, problem)
+    assert found, sentences
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"status": "proved"}, "status is 'proved', but it is stated as observation"),
+        ({"status": "open", "reason": "x"}, "status is 'open', but it is stated as observation"),
+        ({"derivation": ["notebooks/01_sum.ipynb#sum-chain"]}, "measured but names a derivation"),
+        ({"checks": []}, "is measured but names neither checks nor tests"),
+        ({"uses": []}, "run: its text refers to sum, which is not among its uses"),
+        ({"uses": ["sum", "sum"]}, "run: uses sum twice"),
+    ],
+)
+def test_wrong_measured_entry_is_noticed(book, change, problem):
+    write(book, run=RUN | change)
+    found, sentences = noticed(book, problem)
+    assert found, sentences
 
 
 @pytest.mark.parametrize(
     ("register", "problem"),
     [
-        ({}, "sum: stated in book/01_sum.md, but not in claims.yml"),
-        ({"sum": ENTRY, "more": ENTRY}, "more: in claims.yml, but not stated in the book"),
+        ({"sum": None}, "sum: stated in book/01_sum.md, but not in claims.yml"),
+        ({"more": ENTRY}, "more: in claims.yml, but not stated in the book"),
     ],
 )
 def test_statements_and_entries_match(book, register, problem):
-    (book / "claims.yml").write_text(yaml.safe_dump(register))
+    write(book, **register)
     assert problem in claims.problems(book)
+
+
+STEPS = """
+```{prf:lemma} Two steps on
+:label: two
+
+By {eq}`eq-one`.
+```
+
+```{prf:proof}
+Nothing more.
+```
+
+```{prf:lemma} One step on
+:label: one
+
+$$
+x
+$$ (eq-one)
+```
+
+```{prf:proof}
+By {prf:ref}`guess`.
+```
+
+```{prf:conjecture} A guess
+:label: guess
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [
+        ("open", "one: is proved but uses guess, which is open"),
+        ("measured", "one: is proved but uses guess, which is measured"),
+    ],
+)
+def test_a_proof_that_rests_on_less_is_noticed_from_afar(book, status, problem):
+    """Through an equation, a lemma and a proof."""
+    page = book / "book/01_sum.md"
+    page.write_text(page.read_text() + STEPS)
+    weak = {"status": status} | ({"reason": "not run"} if status == "open" else {})
+    write(book, two=ENTRY | {"uses": ["one"]}, one=ENTRY | {"uses": ["guess"]}, guess=RUN | weak)
+    found, sentences = noticed(book, problem)
+    assert found, sentences
+    assert not any("not among its uses" in sentence for sentence in sentences)
+    write(book, two=ENTRY, one=ENTRY | {"uses": ["guess"]}, guess=RUN | weak)
+    assert "two: its text refers to one, which is not among its uses" in claims.problems(book)
+
+
+def test_every_status_has_a_statement_in_the_book():
+    assert {entry["status"] for entry in claims.load(ROOT).values()} == set(claims.STATUSES)
 
 
 @pytest.mark.parametrize(
@@ -114,22 +223,26 @@ def test_statements_and_entries_match(book, register, problem):
         ("{evidence} sum", "{evidence} smu", "smu: an evidence box for it, but no entry"),
         ("# A chapter", "```{prf:lemma}\n:label: sum\n```", "sum: 2 statements carry this label"),
         ("{prf:theorem}", "{prf:conjecture}", "it is stated as conjecture"),
+        ("{prf:theorem}", "{prf:observation}", "it is stated as observation"),
+        ("{prf:proof}", "{note}", "sum: a proof stands under what is proved"),
+        (":::{evidence} run", "```{prf:proof}\nBy it.\n```\n:::{evidence} run", "run: a proof"),
     ],
 )
 def test_wrong_page_is_noticed(book, old, new, problem):
     page = book / "book/01_sum.md"
     page.write_text(page.read_text().replace(old, new))
-    found = claims.problems(book)
-    assert any(problem in sentence for sentence in found), found
+    found, sentences = noticed(book, problem)
+    assert found, sentences
 
 
 def test_tag_carried_twice_is_noticed(book):
     (book / "notebooks/01_sum.ipynb").write_text(notebook("sum-chain", "sum-chain"))
-    assert "2 code cells" in claims.problems(book)[0]
+    found, sentences = noticed(book, "2 code cells")
+    assert found, sentences
 
 
 def test_tag_claimed_in_two_notebooks_is_noticed(book):
     (book / "notebooks/02_sum.ipynb").write_text(notebook("sum-chain"))
-    entry = ENTRY | {"checks": ["notebooks/02_sum.ipynb#sum-chain"]}
-    (book / "claims.yml").write_text(yaml.safe_dump({"sum": entry}))
-    assert "claimed in several notebooks" in claims.problems(book)[0]
+    write(book, sum=ENTRY | {"checks": ["notebooks/02_sum.ipynb#sum-chain"]})
+    found, sentences = noticed(book, "claimed in several notebooks")
+    assert found, sentences

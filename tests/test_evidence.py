@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cpnorm import evidence
+from cpnorm import case, evidence, sources
 from cpnorm.case import Case, Sequence
 from cpnorm.engine import sweep
 from cpnorm.evidence import Record, load, provenance, save
@@ -113,6 +113,31 @@ def test_provenance_names_no_machine():
 
 
 # The committed file
+
+EVERY = sorted((Path(__file__).parents[1] / "evidence").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
+def test_it_loads_where_verl_is_not_installed(monkeypatch, path):
+    def missing(package):
+        raise ValueError(f"{package} is not installed")
+
+    monkeypatch.setattr(sources, "_folders", missing)
+    for name in ("parsed", "losses", "modes"):
+        monkeypatch.setattr(case, name, missing)
+    assert load(path).records
+
+
+@pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
+def test_it_loads_where_verl_lacks_a_loss_and_a_mode(monkeypatch, path):
+    monkeypatch.setattr(case, "losses", lambda: ("vanilla",))
+    monkeypatch.setattr(case, "modes", lambda: ("token-mean",))
+    cases = [record.case for record in load(path).records]
+    first = next(one for one in cases if one.loss == "gspo")
+    with pytest.raises(ValueError, match="loss is 'gspo', allowed is one of vanilla"):
+        case.check_runs(first)
+    with pytest.raises(ValueError, match="allowed is one of token-mean"):
+        case.check_runs(replace(first, loss="vanilla"))
 
 
 def test_committed_file_holds_the_whole_sweep(committed):

@@ -83,6 +83,41 @@ def test_second_setup_does_nothing(tmp_path):
     assert subprocess.run(["make", "-q", "setup"], cwd=tmp_path).returncode == 0
 
 
+def test_the_shell_does_not_change_what_runs():
+    """Python without asserts passes everything, and another backend draws no picture."""
+    shell = {"PYTHONOPTIMIZE": "1", "MPLBACKEND": "agg", "PYTHONPATH": "/", "MKL_NUM_THREADS": "9"}
+    shell |= {"OPENBLAS_NUM_THREADS": "9", "OMP_NUM_THREADS": "9"}
+    run = subprocess.run(
+        ["make", "-s", "--eval=show: ; @env", "show"],
+        cwd=ROOT,
+        env=os.environ | shell,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seen = dict(line.split("=", 1) for line in run.stdout.splitlines() if "=" in line)
+    assert {name: seen[name] for name in shell if name in seen} == {"OMP_NUM_THREADS": "1"}
+
+
+def test_portable_runs_every_notebook_on_an_old_core_with_each_number_of_threads(tmp_path):
+    for name in NEEDED:
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks/01_a.ipynb").touch()
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    fake_python(
+        tmp_path / ".venv/bin",
+        'echo "$ATEN_CPU_CAPABILITY $MKL_CBWR $OPENBLAS_CORETYPE $OMP_NUM_THREADS: $*"',
+        '[ "$OMP_NUM_THREADS" != 2 ]',
+    )
+    (tmp_path / ".venv/.ready").touch()
+    run = subprocess.run(["make", "-s", "portable"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode != 0  # it fails with 2 threads, and says so
+    one, two = (line for line in run.stdout.splitlines() if "Nehalem" in line)
+    assert one.startswith("default COMPATIBLE Nehalem 1: -m pytest notebooks/01_a.ipynb --nbval ")
+    assert two.startswith("default COMPATIBLE Nehalem 2: ")
+
+
 def test_serve_takes_another_port(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cpnorm.stored import DIGITS
+
 ROOT = Path(__file__).parents[1]
 LINES = 20
+# A number with a point or an exponent, and no part of a version.
+FLOAT = re.compile(r"(?<![\w.])(?=\d+(?:\.\d|e[+-]?\d))(\d+)\.?(\d*)(?:e[+-]?\d+)?(?!\.?\d)", re.I)
+NOISE = 1e-12  # what is smaller is round-off, unless it is a bound: a power of ten, or behind "≤"
 MACHINE = re.compile(
     r"(?<!\w)/(home|Users|root|tmp|work|opt|usr)/|\.venv|[A-Z]:\\\\| at 0x[0-9a-f]{6}"
 )
@@ -34,6 +39,18 @@ def stored_text(output):
     return "".join("".join(part) for part in [output.get("text", ""), *data])
 
 
+def float_problems(text):
+    """Yield the floats of an output with digits that hang on the machine."""
+    for found in FLOAT.finditer(text):
+        whole, rest = found.groups()
+        digits = (whole + (rest if rest != "0" else "")).lstrip("0")
+        if len(digits) > DIGITS:
+            yield f"{found[0]} has more than {DIGITS} significant digits"
+        bound = digits.rstrip("0") == "1" or text[: found.start()].endswith("≤ ")
+        if 0 < float(found[0]) < NOISE and not bound:
+            yield f"{found[0]} is round-off: assert that it is within a bound, and store the bound"
+
+
 def cell_problems(cell, count):
     """Yield what is wrong with a code cell that must be the `count`-th to run."""
     source = "".join(cell["source"])
@@ -50,6 +67,7 @@ def cell_problems(cell, count):
             yield "SVG alone, which no run is compared with"
         if found := MACHINE.search(stored_text(output)):
             yield f"an output that differs between machines: {found[0]}"
+        yield from float_problems(stored_text(output))
 
 
 def problems(root):
@@ -130,6 +148,47 @@ def test_problem_is_noticed(book, cells, problem):
     found = problems(book(*cells))
     assert len(found) == 1
     assert problem in found[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "123456789/1000 1234567 22,688 -1/3 $x_{1234567}$",
+        "0.123456 123.456 -1.23456 0.00012345 1.23456e-05 123456.0",
+        "2.13.0+cpu 1.0.4.post1234567 v2026.1234567 0.16.1 2026.10.19",
+        "≤ 2e-13 1e-13 1e-15 0.00000000000001 0.0 0.00e+00",
+        "The 1234567. And 1.5.",
+    ],
+)
+def test_short_or_exact_number_is_no_problem(text):
+    assert list(float_problems(text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("1.2760002292704848", "1.2760002292704848 has more"),
+        ("np.float64(0.2499999999999998)", "0.2499999999999998 has more"),
+        ("off by 36.61234 %", "36.61234 has more"),
+        ("1.000000", "1.000000 has more"),
+        ("1234567.0", "1234567.0 has more"),
+        ("-4.656612873077393e-10", "4.656612873077393e-10 has more"),
+        ("[1.5, 1.2345678]", "1.2345678 has more"),
+        ("1.2345678MB", "1.2345678 has more"),
+        ("x=1.2345678.", "1.2345678 has more"),
+        ("error 3e-17", "3e-17 is round-off"),
+        ("2.3E-16", "2.3E-16 is round-off"),
+        ("0.000000000000023", "0.000000000000023 is round-off"),
+    ],
+)
+def test_digits_of_the_machine_are_noticed(book, text, problem):
+    printed = code(output_type="stream", name="stdout", text=[text, "\n"])
+    glued = code(
+        output_type="display_data", data={"application/papermill.record/text/plain": text}, count=2
+    )
+    first, second = problems(book(title(), printed, glued))
+    assert problem in first
+    assert problem in second
 
 
 def test_unlisted_notebook_is_noticed(book):

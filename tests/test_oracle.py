@@ -88,6 +88,11 @@ def test_the_batch_depends_on_no_topology():
     assert batch(replace(case, dtype="float32")).rows.dtype == torch.float32
 
 
+def test_a_mode_that_is_not_written_here():
+    with pytest.raises(ValueError, match="mode is 'mean', allowed in the oracle is token-mean, "):
+        oracle.objective(Case(sequences=SIX, mode="mean"))
+
+
 def test_a_loss_that_is_not_written_here():
     case = Case(sequences=SIX, loss="sapo")
     with pytest.raises(ValueError, match="loss is 'sapo', allowed in the oracle is gspo, vanilla"):

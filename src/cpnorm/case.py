@@ -66,7 +66,7 @@ class Case:
     (tokens a rank) verl splits it instead, as under `use_dynamic_bsz`; `t` and `K` are then unknown
     before the run. `vpp` is the number of virtual stages a pipeline rank interleaves. `clip=False`
     puts the clip bounds out of reach. `ValueError` names the field, its value and what is allowed.
-    Loss and mode must be names that the installed verl knows.
+    Loss and mode are names: `check_runs` says whether the installed verl knows them.
     """
 
     sequences: tuple[Sequence, ...]
@@ -114,16 +114,11 @@ class Case:
             if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
                 _refuse(name, value, "a finite number, 0 or more")
             object.__setattr__(self, name, float(value))
-        allowed = {
-            "loss": losses(),
-            "mode": modes(),
-            "regime": REGIMES,
-            "layout": LAYOUTS,
-            "dtype": DTYPES,
-        }
-        for name, names in allowed.items():
-            if getattr(self, name) not in names:
-                _refuse(name, getattr(self, name), "one of " + ", ".join(names))
+        for name in ("loss", "mode"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                _refuse(name, getattr(self, name), "a name")
+        for name, names in (("regime", REGIMES), ("layout", LAYOUTS), ("dtype", DTYPES)):
+            _one_of(name, getattr(self, name), names)
         if self.B % self.D:
             _refuse("dp", self.D, f"a divisor of the {self.B} sequences")
         if self.B // self.D % self.micro_batch_size:
@@ -214,6 +209,15 @@ class Case:
         return cls(**values | {"sequences": seqs})
 
 
+def check_runs(case: Case) -> None:
+    """`ValueError` unless the installed verl knows the loss and the mode of `case`.
+
+    What runs verl calls it. A case itself may be older, or newer, than the installed verl.
+    """
+    _one_of("loss", case.loss, losses())
+    _one_of("mode", case.mode, modes())
+
+
 def divisor(t: tuple[tuple[int, ...], ...], C: int) -> int:
     """Megatron's divisor for routed tokens `t[d][m]` when each of C ranks reports `t // C`."""
     return C * sum(tokens // C for replica in t for tokens in replica)
@@ -221,6 +225,11 @@ def divisor(t: tuple[tuple[int, ...], ...], C: int) -> int:
 
 def _refuse(field, value, allowed):
     raise ValueError(f"{field} is {value!r}, allowed is {allowed}")
+
+
+def _one_of(field, value, names):
+    if value not in names:
+        _refuse(field, value, "one of " + ", ".join(names))
 
 
 def _integer(field, value, least=1, also=""):

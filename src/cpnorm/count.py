@@ -9,7 +9,7 @@ from cpnorm.case import divisor
 
 
 def ratio(t: tuple[tuple[int, ...], ...], C: int) -> Fraction:
-    """How many times too large the gradient is: T/K for routed tokens `t[d][m]` on C ranks.
+    """How many times as large the gradient is: T/K for routed tokens `t[d][m]` on C ranks.
 
     T itself if K is 0, since Megatron-Core's `finalize_model_grads` then does not divide.
     """

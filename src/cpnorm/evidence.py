@@ -26,7 +26,7 @@ class Record:
     cp = tp = pp = 1 (and dp = 1 where the loss is additive over micro-batches). `T` and `K` are the
     routed tokens and Megatron's count, None in the averaging regime; `predicted` is T/K before the
     run, `ratio` the measured one. `residual` is the largest deviation from `ratio` times the
-    reference, relative to the largest gradient, at the parameter `worst`; `loss_error` is as
+    reference, of the largest entry of the gradient, at the parameter `worst`; `loss_error` is as
     `engine.Agreement.loss`. `seconds` is what the run took. Where the case was refused or failed,
     `message` says why, and what was not measured is None.
     """
@@ -67,6 +67,11 @@ class Evidence:
     provenance: dict
     measured: dict
     records: tuple[Record, ...]
+
+    @property
+    def cases(self) -> int:
+        """Cases that ran: (case, model, exact) of which some record is not a refusal."""
+        return len({(r.case, r.model, r.exact) for r in self.records if r.message is None})
 
 
 def provenance() -> dict:

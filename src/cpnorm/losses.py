@@ -17,7 +17,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from .batch import Batch
-from .case import Case
+from .case import Case, check_runs
 
 OUT_OF_REACH = 1e6  # clip bounds of a case with clip=False; ratios of a batch stay below 10
 
@@ -35,8 +35,9 @@ def actor_config(case: Case, **more) -> ActorConfig:
     The two covariance losses get wide bands and a share of a quarter, because verl's defaults
     (0.0002) pick one token or none in a small batch. `bypass_mode` takes no rollout weights, it
     computes its own: with `rollout_weights` it is REINFORCE with sequence weights, without it is
-    PPO-clip with rejected sequences.
+    PPO-clip with rejected sequences. `ValueError` for a loss or a mode that verl does not know.
     """
+    check_runs(case)
     reinforce = RolloutCorrectionConfig(loss_type="reinforce", rollout_is="sequence")
     own = {"dro_beta": 0.1} if case.loss == "dro" else {}  # a name that verl 0.8.0 does not know
     rejection = RolloutCorrectionConfig(

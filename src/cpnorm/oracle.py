@@ -103,18 +103,21 @@ def aggregate(token_losses: list[Tensor], case: Case) -> Tensor:
 
     B is the number of sequences. One without a counted token adds 0 and still counts in B. For
     seq-mean-token-sum-norm the divisor is `loss_scale_factor` or, without one, the longest response
-    of the mini-batch.
+    of the mini-batch. `ValueError` for a mode that is not written here.
     """
     B = case.B
     total = sum(x.sum() for x in token_losses)
     width = max(s.response for s in case.sequences)
-    return {
+    sums = {
         "token-mean": lambda: total / sum(case.n),
         "token-sum": lambda: total,
         "seq-mean-token-sum": lambda: total / B,
         "seq-mean-token-mean": lambda: sum(x.mean() for x in token_losses if len(x)) / B,
         "seq-mean-token-sum-norm": lambda: total / B / (case.loss_scale_factor or width),
-    }[case.mode]()
+    }
+    if case.mode not in sums:
+        raise ValueError(f"mode is {case.mode!r}, allowed in the oracle is {', '.join(sums)}")
+    return sums[case.mode]()
 
 
 def gspo(new, old, advantages, case) -> Tensor:

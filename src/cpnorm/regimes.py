@@ -123,7 +123,7 @@ def _trace_on_rank(case, model, variant, token):
             weight = self.module[0].module.get_parameter(EMBEDDING)
             gradients.append(weight.main_grad[token].clone())
 
-        def _finalize(self, model, *args, **options):
+        def finalize(self, model, *args, **options):
             self.read()
             sync = model[0].finish_grad_sync
 
@@ -132,7 +132,7 @@ def _trace_on_rank(case, model, variant, token):
                 self.read()
 
             with mock.patch.object(model[0], "finish_grad_sync", noted):
-                super()._finalize(model, *args, **options)
+                super().finalize(model, *args, **options)
             self.read()
 
     run_rank(case, model, exact=True, engine_class=Traced)

@@ -5,6 +5,9 @@ import functools
 import importlib.util
 from pathlib import Path
 
+DISTRIBUTIONS = {"megatron": "megatron-core"}
+"""Package: the distribution that it comes with, where their names differ."""
+
 
 def folder(package: str) -> Path:
     """Folder of an installed package. `ValueError` if there is none."""
@@ -31,5 +34,6 @@ def _folders(package):
     """One, or for a namespace package, such as `megatron`, one or more."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{package} is not installed, but its sources are read")
+        name = DISTRIBUTIONS.get(package, package)
+        raise ValueError(f"{name} is not installed, but its sources are read: install it")
     return [Path(folder) for folder in spec.submodule_search_locations]

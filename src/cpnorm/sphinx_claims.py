@@ -13,7 +13,7 @@ from sphinx.util.docutils import SphinxDirective
 from cpnorm import claims
 
 logger = logging.getLogger(__name__)
-STATUS = {"proved": "proved", "open": "**open**"}
+STATUS = {"proved": "proved", "measured": "*measured*", "open": "**open**"}
 
 
 def cell_label(reference):
@@ -26,8 +26,16 @@ def test_label(reference):
     return nodes.make_id(reference.removeprefix("tests/").replace(".py::", "-"))
 
 
+def references(entry):
+    """MyST references to the statements that `entry` rests on."""
+    return ", ".join(f"{{prf:ref}}`{label}`" for label in entry.get("uses") or [])
+
+
 def links(entry):
-    """`(heading, MyST links)` for each kind of evidence that `entry` names."""
+    """`(heading, MyST links)`: status, what `entry` rests on, each kind of evidence it names."""
+    yield "Status", f"{{ref}}`{entry['status']} <statuses>`"
+    if entry.get("uses"):
+        yield "Rests on", references(entry)
     for heading, field in (("Derived in", "derivation"), ("Run in", "checks")):
         if entry.get(field):
             yield (
@@ -81,12 +89,14 @@ def counts(entry):
 
 class ClaimsTable(MystDirective):
     def lines(self):
-        yield from ("::::{list-table}", ":header-rows: 1", ":widths: 14 36 10 40", "")
-        yield from ("* - Statement", "  - says that", "  - Status", "  - Evidence, or why open")
+        yield from ("::::{list-table}", ":header-rows: 1", ":widths: 16 32 10 16 26", "")
+        yield from ("* - Statement", "  - says that", "  - Status", "  - Rests on")
+        yield "  - Evidence, or why open"
         for label, entry in self.config.claims.items():
             yield f"* - {{prf:ref}}`{label}`"
             yield f"  - {entry['title']}"
             yield f"  - {STATUS.get(entry['status'], entry['status'])}"
+            yield f"  - {references(entry)}"
             yield f"  - {counts(entry)}"
         yield "::::"
 

@@ -81,14 +81,15 @@ ANSWER = """\
 rank sees the whole sequence and its full mask, and differentiates its own rows. Removing verl
 0.9.0's guard was right. One factor is left, and it is not about sequence means, it is the same in
 every aggregation mode: Megatron divides by K = C Σ ⌊t/C⌋ where T = Σ t was multiplied in, so that
-the gradient is T/K times too large. Reporting ⌊t/C⌋ + [c < t mod C] on CP rank c makes K = T.
+the gradient is T/K times as large as it should be. Reporting ⌊t/C⌋ + [c < t mod C] on CP rank c
+makes K = T.
 
 B sequences, D replicas, C CP ranks; t routed tokens of a micro-batch; μ the mean loss of a
 sequence; a and p are 0 or 1: which micro-batch a sequence lies in, which rank owns a row."""
 
 
 def text(root: Path) -> str:
-    """The whole text, shorter than `LIMIT`. `root` is the repository, with `claims.yml`.
+    """The whole text, shorter than `LIMIT`. `root` is the repository, with `evidence/`.
 
     `ValueError` for a text that is too long, or a quoted line that the installed release lacks.
     """
@@ -99,7 +100,7 @@ def text(root: Path) -> str:
         ANSWER,
         CHAIN,
         "**The code of each factor**\n\n" + "\n".join(_steps()),
-        "**What stands behind it**\n\n" + "\n".join(_proved(register)),
+        "**What stands behind it**\n\n" + "\n".join(_known(register)),
         "**Runs of verl's whole engine**\n\n" + "\n".join(_runs(records)),
         "**Check it in one minute**, on a CPU, with torch and verl alone:\n\n" + _script(),
         "**Open**\n\n" + "\n".join(_open(register)),
@@ -114,8 +115,8 @@ def text(root: Path) -> str:
 def repository() -> Path:
     """The checkout that this package was installed from. `ValueError` without one."""
     root = Path(__file__).parents[2]
-    if not (root / "claims.yml").is_file():
-        raise ValueError("the walkthrough needs the repository: claims.yml is not beside src")
+    if not any(root.glob("evidence/engine-*.json")):
+        raise ValueError("the walkthrough needs the repository: evidence is not beside src")
     return root
 
 
@@ -125,17 +126,18 @@ def _steps():
         yield f"{number}. {what} ([`{name}`]({link(*where)}))"
 
 
-def _proved(register):
-    """A row for each statement that is proved, with how much evidence `claims.yml` names."""
-    yield "| statement | says that | derived in | run and tested by |"
-    yield "|---|---|---|---|"
+def _known(register):
+    """A row for each statement that is not open, with how much evidence `claims.yml` names."""
+    yield "| statement | says that | status | derived in | run and tested by |"
+    yield "|---|---|---|---|---|"
     for label, entry in register.items():
-        if entry["status"] == "proved":
-            notebooks = dict.fromkeys(r.partition("#")[0] for r in entry["derivation"])
+        if entry["status"] != "open":
+            notebooks = dict.fromkeys(r.partition("#")[0] for r in entry.get("derivation", []))
             derived = ", ".join(f"`{name}`" for name in notebooks)
             counted = (len(entry.get("checks", [])), "cell"), (len(entry.get("tests", [])), "test")
             counts = ", ".join(f"{n} {word}{'s' * (n != 1)}" for n, word in counted)
-            yield f"| {label} | {entry['title']} | {derived} | {counts} |"
+            cells = (label, entry["title"], entry["status"], derived, counts)
+            yield "| " + " | ".join(cells) + " |"
 
 
 def _open(register):
@@ -155,15 +157,16 @@ def _runs(records: list[Evidence]):
         cells = (
             record.provenance["date"],
             *(versions[name] for name in ("torch", "verl", "megatron-core")),
-            record.measured["cases"],
+            record.cases,
             f"{max(one.residual for one in exact):.0e}",
             f"{max(one.ratio_error for one in exact):.0e}",
         )
         yield "| " + " | ".join(map(str, cells)) + " |"
     yield ""
     yield (
-        "The error is relative to the largest gradient, over all parameters, against a transformer "
-        "and a loss in plain torch; Megatron's own float32 steps are replaced by float64 in these."
+        "The error is of the largest entry of the gradient, over all parameters, against a "
+        "transformer and a loss in plain torch; in these runs Megatron's own float32 steps are "
+        "replaced by float64."
     )
 
 

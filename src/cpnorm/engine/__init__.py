@@ -4,7 +4,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from cpnorm import installed
-from cpnorm.case import Case
+from cpnorm.case import Case, check_runs
 from cpnorm.engine.result import Agreement, RankResult, Step, compare, joined
 from cpnorm.ranks import World
 from cpnorm.transformer import Model
@@ -45,7 +45,9 @@ def run(
 
 
 def check_fit(case: Case, model: Model) -> None:
-    """`ValueError` naming field, value and what is allowed if `model` cannot be cut so."""
+    """`ValueError` naming field, value and what is allowed if `model` cannot be cut so, or if the
+    installed verl does not know the loss or the mode."""
+    check_runs(case)
     stages = case.pp * (case.vpp or 1)
     for field, value, what, size in (
         ("tp", case.tp, "attention heads", model.heads),

@@ -43,12 +43,12 @@ class Engine(MegatronEngineWithLMHead):
         self.module = build(case, model, weights, self.device)
         self.tf_config = self.module[0].config
         self.tokens, self.divisor = [], None
-        self.tf_config.finalize_model_grads_func = self._finalize
+        self.tf_config.finalize_model_grads_func = self.finalize
         self.tf_config.no_sync_func = [chunk.no_sync for chunk in self.module]
         if len(self.module) == 1:
             self.tf_config.no_sync_func = self.module[0].no_sync
 
-    def _finalize(self, model, num_tokens=None, **options):
+    def finalize(self, model, num_tokens=None, **options):
         finalize_model_grads(model, num_tokens, **options)
         self.divisor = None if num_tokens is None else int(num_tokens)
 
