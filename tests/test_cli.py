@@ -119,10 +119,8 @@ def test_help():
     assert "explain" in out
     status, out, _ = run("explain", "--help")
     assert status == 0
-    assert "Examples\n      cpnorm explain run.yaml\n" in out.replace(
-        "    cpnorm", "      cpnorm", 1
-    )
-    assert "2  unusable input" in out
+    assert "cpnorm explain train.sh NNODES=2 MODEL_PATH=/models/Qwen3-8B\n" in out
+    assert "2  unusable input, or verl itself refuses the configuration\n" in out
 
 
 @pytest.mark.parametrize("argv", [[], ["explain"], ["explain", QUESTION, "--no-such"], ["no-such"]])
@@ -175,8 +173,6 @@ def test_module_and_colours_on_a_terminal():
         b"\x93NUMPY" + bytes(range(256)),
         "actor_rollout_ref:",
         "actor_rollout_ref: 5",
-        "actor_rollout_ref: {}",
-        "actor_rollout_ref: {model: {}}",
         "actor_rollout_ref: {actor: 5}",
         "actor_rollout_ref: {actor: []}",
         "actor_rollout_ref: {actor: }",
@@ -188,7 +184,6 @@ def test_module_and_colours_on_a_terminal():
         "actor: &x {megatron: *x}",
         "actor: {a: &x [1, 1], b: [*x, *x]}",
         "defaults: [mine]",
-        "defaults: [_self_, ppo_trainer]",
         "defaults: 5",
         "defaults: [{actor@actor_rollout_ref.actor: ../../../../etc/passwd}]",
         "defaults: [{../actor: megatron_actor}]",
@@ -313,28 +308,48 @@ def test_bad_overrides(override):
         "trainer.nnodes=1,2",
         "trainer.nnodes=choice(1,2)",
         "trainer.nnodes=range(1,3)",
+    ],
+)
+def test_sweeps_are_refused(override):
+    assert "is a sweep of Hydra's, allowed is one value" in refused(QUESTION, override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
         "hydra.run.dir=/tmp",
         "hydra/launcher=basic",
+        "hydra.searchpath=[file:///tmp]",
         "+hydra.callbacks.x._target_=os.system",
     ],
 )
-def test_hydras_own_overrides_are_refused(override):
-    assert "is an override of Hydra" in refused(QUESTION, override)
+def test_hydras_own_overrides_are_left_out(override):
+    """They say where its output goes; nothing is run with them."""
+    assert run("explain", QUESTION, override) == run("explain", QUESTION)
+
+
+LACKS = "is no key of verl 0.9.1"
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (f"{ACTOR}.loss_agg_mod=token-mean", "no key {}, did you mean 'loss_agg_mode'"),
-        (f"{ACTOR}.megatron.override_ddp_config.x=1", "no key {}, write +{}=... to add it"),
-        (f"no.such.key.{'x' * 200}=1", "no key {}, write +{}=... to add it"),
-        (f"+{ACTOR}.loss_agg_mode=token-mean", "the key {} already, write it without +"),
+        (
+            f"{ACTOR}.loss_agg_mod=token-mean",
+            f"{LACKS}, did you mean 'loss_agg_mode'",
+        ),
+        (
+            f"{ACTOR}.megatron.override_ddp_config.x=1",
+            f"{LACKS}, write + before it to add it",
+        ),
+        (f"no.such.key.{'x' * 200}=1", f"{LACKS}, write + before it to add it"),
+        (f"+{ACTOR}.loss_agg_mode=token-mean", "is there already, write it without +"),
     ],
 )
 def test_a_key_that_is_not_there_or_is_added_twice(override, message):
     key = override.split("=")[0].removeprefix("+")
     assert refused(QUESTION, override).strip() == (
-        f"the configuration has {message.format(key, key)}."
+        f"verl itself refuses this configuration: {key} {message}."
     )
 
 
@@ -350,7 +365,7 @@ WRONG = st.one_of(
 )
 
 
-@settings(quick, max_examples=50)
+@settings(quick, max_examples=30)
 @given(at=st.sampled_from(FIELDS), value=WRONG)
 def test_values_of_the_wrong_kind(tmp_path, at, value):
     if at.metadata["kind"].accepts(value):  # a text that is a text, say the path of a model
@@ -371,7 +386,8 @@ def test_unknown_keys(tmp_path, section, key, value):
         node = node[part]
     node[key] = node.pop("placeholder")
     node[key] = value
-    assert "which verl lacks" in refused(file(tmp_path, content))
+    status, out, err = run("explain", file(tmp_path, content))
+    assert (status, LACKS in out + err) == (2, True)
 
 
 @settings(quick, max_examples=12)

@@ -14,8 +14,11 @@ from cpnorm import own_run
 from cpnorm.cli import main
 from cpnorm.engine import check_fit
 from cpnorm.engine.sweep import Job
+from cpnorm.explain import explain
+from cpnorm.launch import read
 from cpnorm.ranks import RankError
 from cpnorm.settings import Settings
+from cpnorm.verl_config import load
 
 BOTH = ["per-token", "averaging"]
 SMALL = Settings(cp=2, loss="gspo", mode="seq-mean-token-mean")
@@ -79,7 +82,7 @@ def test_on_cuda_bfloat16_runs_besides_and_is_not_judged():
         ({"ep": 2}, "expert parallelism .EP 2."),
         ({"distillation": True}, "another loss beside the policy loss"),
         ({"mtp": True}, "another loss beside the policy loss"),
-        ({"bypass": True}, "rollout_correction.bypass_mode"),
+        ({"bypass": True, "use_v1": False}, "rollout_correction.bypass_mode"),
     ],
 )
 def test_what_is_not_run_is_refused(changes, what):
@@ -112,13 +115,57 @@ def test_a_wrong_gradient_or_scale_does_not_agree(results):
 
 
 def test_the_report_names_each_parameter_and_the_verdict(results, capsys):
-    own_run.show(results[0][:1], "cpu")
+    verdict = explain(load(read(*own_run.DEFAULT)))
+    own_run.show(results[0][:1], "cpu", verdict)
     said = capsys.readouterr().out
     assert all(name in said for name in results[0][0].by_name)
     assert "attention of cpnorm" in said
     assert "\nagrees: " in said
-    own_run.show([replace(results[0][0], ratio=2.0)], "cpu")
+    own_run.show([replace(results[0][0], ratio=2.0)], "cpu", verdict)
     assert "DISAGREES" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "status", "left_out", "last"),
+    [
+        ("", 0, "", "agrees"),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean",
+            1,
+            "",
+            "what was run agrees with its reference, but the run is not safe, as said above",
+        ),
+        (
+            "actor_rollout_ref.model.lora_rank=8",
+            1,
+            " and leaves out: model.lora_rank",
+            "what was run agrees with its reference, but the run is not covered, as said above",
+        ),
+        (
+            "actor_rollout_ref.actor.megatron.grad_offload=False",
+            2,
+            "",
+            "what was run agrees with its reference, but verl itself refuses the run, as said "
+            "above",
+        ),
+    ],
+)
+def test_check_and_explain_never_contradict_each_other(
+    results, override, status, left_out, last, monkeypatch, capsys
+):
+    """Its findings come first, its exit status stays, "agrees" stands alone only if it is safe."""
+    monkeypatch.setattr(own_run, "run", lambda *_: results[0][:1])
+    first, words = own_run.DEFAULT
+    arguments = [first, *words, *([override] if override else [])]
+    assert main(["check", *arguments]) == status
+    checked = capsys.readouterr().out
+    assert main(["explain", *arguments]) == status
+    explained = capsys.readouterr().out
+    findings = [line for line in explained.splitlines() if line[:3] in ("+  ", "?  ", "-  ")]
+    assert findings
+    assert all(line in checked.splitlines() for line in findings)
+    assert f"\nThe run of cpnorm check has a tiny dense model{left_out}\n" in checked
+    assert checked.replace("\n", " ").count(f" {last}: T/K") == 1
 
 
 CONFIG = """\

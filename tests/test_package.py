@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -28,12 +27,6 @@ RUNS = ("torch", "verl", "megatron-core", "tensordict", "tqdm")
 """What a run needs. `cpnorm explain` reads two of them and imports none."""
 
 CONFIG = str(ROOT / "tests/configs/question.yaml")
-DYNAMIC = [
-    f"actor_rollout_ref.actor.megatron.{key}"
-    for key in ("dynamic_context_parallel=True", "max_seqlen_per_dp_cp_rank=4096")
-]
-
-
 # What is declared
 
 
@@ -207,14 +200,11 @@ def test_without_verl_one_sentence_says_so(installed):
     )
 
 
-def test_without_megatron_explain_judges_what_does_not_hang_on_it(installed):
+def test_without_megatron_nothing_is_covered(installed):
     folder = installed(missing=["megatron-core"])
     found = run(folder, "-m", "cpnorm", "explain", CONFIG)
-    assert (found.stderr, found.returncode) == ("", 0)
-    assert "megatron-core not installed" in found.stdout
-    found = run(folder, "-m", "cpnorm", "explain", CONFIG, *DYNAMIC)
-    assert (found.stdout, found.returncode) == ("", 2)
-    assert re.fullmatch(r"cpnorm: megatron-core is not installed, [^\n]+\.\n", found.stderr)
+    assert (found.stderr, found.returncode) == ("", 1)
+    assert "megatron-core is not installed" in found.stdout
 
 
 def test_reading_the_register_imports_no_parser_of_the_book():

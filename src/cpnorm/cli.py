@@ -39,10 +39,10 @@ def _command():
 
 @app.command()
 def explain(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", show_default=False)],
-    overrides: Annotated[
+    run: Annotated[str, typer.Argument(metavar="RUN", show_default=False)],
+    words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", show_default=False),
+        typer.Argument(metavar="WORD", show_default=False),
     ] = None,
     lengths: Annotated[
         str | None,
@@ -57,10 +57,14 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ):
-    """Say what a verl configuration does to its policy loss, and whether that is safe.
+    """Say what a run of verl does to its policy loss, and whether that is safe.
 
-    CONFIG is a YAML file: a whole trainer configuration, or its actor_rollout_ref part. KEY=VALUE
-    changes it as on verl's command line. Nothing in the file is imported or run.
+    RUN is one of: a shell script or a saved command line with python3 -m verl.trainer.main_ppo; a
+    YAML file, a whole trainer configuration or its actor_rollout_ref part; - for one of these on
+    standard input; overrides alone, on verl's defaults; or a command line's own words after --.
+
+    A WORD key=value is one more override, NAME=value gives a variable that a script reads. Nothing
+    is run or imported. What a script's text does not say is named.
 
     Safe: nothing read here makes verl refuse it, and the optimizer sees the gradient of the
     objective that loss_agg_mode names, up to the printed factor T/K. Not safe: verl raises, the
@@ -71,22 +75,24 @@ def explain(
     Exit status
       0  safe
       1  not safe, or not covered
-      2  unusable input
+      2  unusable input, or verl itself refuses the configuration
 
     \b
     Examples
-      cpnorm explain run.yaml
+      cpnorm explain train.sh
+      cpnorm explain train.sh NNODES=2 MODEL_PATH=/models/Qwen3-8B
       cpnorm explain run.yaml actor_rollout_ref.actor.megatron.context_parallel_size=4
-      cpnorm explain run.yaml trainer.nnodes=2 --lengths lengths.txt
-      cpnorm explain run.yaml --json | jq .status
+      cpnorm explain -- python3 -m verl.trainer.main_ppo model_engine=megatron trainer.nnodes=2
+      cpnorm explain model_engine=megatron actor_rollout_ref.rollout.name=vllm
+      cpnorm explain run.yaml --lengths lengths.txt --json | jq .status
     """
-    from cpnorm import user_file, verl_config
-    from cpnorm.explain import explain as judge
+    from cpnorm import user_file
+    from cpnorm.explain import judged
+    from cpnorm.launch import read
     from cpnorm.verdict import show
 
-    settings = verl_config.load(config, overrides or ())
     sequences = user_file.read_lengths(lengths) if lengths is not None else None
-    verdict = judge(settings, sequences, dp)
+    verdict = judged(read(run, words or ()), sequences, dp)
     if as_json:
         print(verdict.to_json())
     else:
@@ -96,18 +102,16 @@ def explain(
 
 @app.command()
 def check(
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", show_default=False)] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]", show_default=False)
-    ] = None,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", show_default=False)] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[WORD]", show_default=False)] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the ranks run.")] = "cpu",
 ):
-    """Run a configuration's topology and loss, scaled down to a tiny model, and compare.
+    """Run the topology and loss of a run of verl, scaled down to a tiny model, and compare.
 
-    The installed verl and Megatron-Core take one training step in the DP x CP x TP x PP of CONFIG,
-    with its policy loss, in each regime that is possible. The gradient is compared with plain torch
-    without any parallelism, parameter by parameter. Without CONFIG: GSPO on two replicas of two
-    context-parallel ranks.
+    RUN and WORD are those of cpnorm explain, whose findings come first. Then the installed verl and
+    Megatron-Core take one training step in the DP x CP x TP x PP of RUN, with its policy loss, in
+    each regime that is possible. The gradient is compared with plain torch without any parallelism,
+    parameter by parameter. Without RUN: GSPO on two replicas of two context-parallel ranks.
 
     On cpu the ranks are processes of this machine; replicas above two are left out. On cuda they
     take its GPUs, and share one that is alone. Under torchrun they are the ranks it started, and
@@ -115,46 +119,49 @@ def check(
 
     \b
     Exit status
-      0  agrees
-      1  disagrees, or a rank failed: verl's or Megatron's own error is printed
-      2  unusable input
+      0  agrees, and cpnorm explain finds the run safe
+      1  disagrees, or a rank failed: verl's or Megatron's own error is printed; or agrees, but the
+         run is not safe or not covered
+      2  unusable input, or verl itself refuses the configuration
 
     \b
     Examples
       cpnorm check
+      cpnorm check train.sh NNODES=2
       cpnorm check run.yaml actor_rollout_ref.actor.megatron.context_parallel_size=4
       cpnorm check run.yaml --device cuda
       torchrun --nnodes 2 --nproc-per-node 8 ... -m cpnorm check run.yaml --device cuda
     """
     import torch.distributed as dist
 
-    from cpnorm import own_run, verl_config
+    from cpnorm import own_run
+    from cpnorm.explain import explain
+    from cpnorm.launch import read
     from cpnorm.ranks import RankError
-    from cpnorm.settings import Settings
+    from cpnorm.verl_config import load
     from cpnorm.which_regime import regimes
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}, allowed is cpu or cuda")
-    if config is None:
-        given = frozenset({"trainer.nnodes"})
-        sizes = {"cp": 2, "nodes": 1, "gpus_per_node": 4, "given": given}
-        settings = Settings(loss="gspo", mode="seq-mean-token-mean", **sizes)
-        names = ["per-token", "averaging"]
-    else:
-        settings = verl_config.load(config, overrides or ())
-        names = regimes(settings)[0]
+    launch = read(*own_run.DEFAULT) if run is None else read(run, words or ())
+    configuration = load(launch)
+    verdict = explain(configuration, source=launch.source)
+    names = regimes(configuration.settings)[0]
     ranks = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else None
     first = ranks is None or os.environ["RANK"] == "0"
-    jobs = own_run.plan(settings, names, ranks, device)
+    jobs = own_run.plan(configuration.settings, names, ranks, device)
     try:
         with own_run.progress(len(jobs), first) as say:
             results = own_run.run(jobs, device, say)
     except RankError as error:
+        if first:
+            own_run.show_before(verdict, configuration)
         print(f"cpnorm: {error}", file=sys.stderr)
         return 1
     if first:
-        own_run.show(results, device)
-    return 0 if all(one.agrees for one in results if one.judged) else 1
+        own_run.show_before(verdict, configuration)
+        own_run.show(results, device, verdict)
+    return verdict.exit_status if own_run.agree(results) else 1
 
 
 @app.command()

@@ -4,19 +4,17 @@ import functools
 from collections.abc import Sequence
 
 from cpnorm import case, claims, count, installed
+from cpnorm.launch import MAIN, TRAINERS, Launch
 from cpnorm.micro_batches import tokens
-from cpnorm.settings import Settings
 from cpnorm.verdict import STATUSES, Finding, Outcome, Ratio, Verdict
-from cpnorm.which_regime import regimes
+from cpnorm.verl_config import Configuration, load
+from cpnorm.which_regime import architectures, regimes
 
+RUN_RELEASE = "0.9.1"
 RUN = {"D": 4, "cp": 8, "tp": 2, "pp": 2}
 """Largest sizes among the book's runs of the engine, of at most 8 ranks."""
 
 SHARDING = ("objective", "ownership", "gather", "any-loss", "losses", "topologies")
-AUXILIARY = (
-    "the experts' auxiliary loss is no part of the objective; in the per-token regime "
-    "Megatron-Core 0.16.1 and 0.18.2 make its gradient 1/CP of what it should be"
-)
 NO_OBJECTIVE = {
     "geo_mean": "ends in a mean over the micro-batch: its gradient grows with their number",
     "clip_cov": "chooses tokens by statistics of the micro-batch: it depends on the split",
@@ -24,34 +22,80 @@ NO_OBJECTIVE = {
 }
 
 
-def explain(
-    settings: Settings, lengths: Sequence[case.Sequence] | None = None, dp: int | None = None
+def judged(
+    launch: Launch, lengths: Sequence[case.Sequence] | None = None, dp: int | None = None
 ) -> Verdict:
-    """The verdict on `settings`.
+    """The verdict on `launch`, with arguments and errors as of `explain`."""
+    if launch.module not in TRAINERS:
+        return another_trainer(launch.module)
+    return explain(load(launch), lengths, dp, launch.source)
+
+
+def explain(
+    configuration: Configuration,
+    lengths: Sequence[case.Sequence] | None = None,
+    dp: int | None = None,
+    source: str | None = None,
+) -> Verdict:
+    """The verdict on `configuration`.
 
     `lengths` are the sequences of one mini-batch in verl's order, `dp` the number of replicas where
-    the settings do not say it. `ValueError` if they do not fit together.
+    the settings do not say it, `source` where the configuration was read. `ValueError` if they do
+    not fit together.
     """
-    s = settings
+    s = configuration.settings
     if dp is not None and s.D not in (None, dp):
         raise ValueError(f"dp is {dp}, allowed is {s.D}, which the configuration says")
     D = s.D if dp is None else dp
+    path = {"read from": source} if source else {}
+    path |= {"trainer": s.module + (" with trainer.use_v1" if s.use_v1 else "")}
     if s.strategy != "megatron":
-        text = f"strategy {s.strategy} does not take Megatron's engine, and this book no other"
         why = "Megatron has no part in it"
-        outcomes = [Outcome("another", True, (Finding("not covered", text),), None)]
+        text = f"strategy {s.strategy} does not take Megatron's engine, and this book no other"
+        outcomes = [_nothing("another", text)]
+        path |= {"strategy": s.strategy}
+    elif differences := _differences(s):
+        why = "it is not known of what was not examined"
+        outcomes = [_nothing("another", *differences)]
+        path |= _path(s, D)
     else:
         names, why = regimes(s)
-        outcomes = [_outcome(s, D, name, lengths) for name in names]
+        outcomes = [_outcome(configuration, D, name, lengths) for name in names]
+        path |= _path(s, D) | {"aggregated as": installed.aggregated(s.loss, s.mode) or "its own"}
+    statements = _statements(outcomes)
+    versions = installed.versions()
+    return Verdict(versions, path, why, tuple(outcomes), statements, configuration.refused)
+
+
+def _differences(s):
+    """Why nothing is known of a run, in sentences."""
+    found = installed.differences(s.loss)
+    return found if s.vanilla_mbridge else found + installed.bridge_differences()
+
+
+def another_trainer(module: str) -> Verdict:
+    """The verdict on a run of a trainer that is none of `TRAINERS`."""
+    text = (
+        f"{module} is not judged: the actor's policy loss in {', '.join(TRAINERS)} is, supervised, "
+        "reward and distillation training and recipes with a trainer of their own are not"
+    )
+    why = "it is not known of what was not examined"
+    outcomes = (_nothing("another", text),)
+    return Verdict(installed.versions(), {"trainer": module}, why, outcomes, {}, ())
+
+
+def _nothing(regime, *texts):
+    """The outcome of what the book does not speak of."""
+    return Outcome(regime, True, tuple(Finding("not covered", text) for text in texts), None)
+
+
+def _statements(outcomes):
     register = _register()
     named = [n for o in outcomes for f in o.findings for n in f.statements if n in register]
-    statements = {n: (register[n]["title"], register[n]["status"]) for n in dict.fromkeys(named)}
-    return Verdict(installed.versions(), _path(s, D), why, tuple(outcomes), statements)
+    return {n: (register[n]["title"], register[n]["status"]) for n in dict.fromkeys(named)}
 
 
 def _path(s, D):
-    if s.strategy != "megatron":
-        return {"strategy": s.strategy}
     return {
         "strategy": "megatron",
         "layout": "THD" if s.remove_padding else "BSHD",
@@ -64,7 +108,6 @@ def _path(s, D):
         "EP": s.ep,
         "loss": s.loss,
         "loss_agg_mode": s.mode,
-        "aggregated as": installed.aggregated(s.loss, s.mode),
         "micro-batches": _batches(s),
     }
 
@@ -79,9 +122,11 @@ def _batches(s):
     return f"of {s.micro_batch} sequences"
 
 
-def _outcome(s, D, regime, lengths):
+def _outcome(configuration, D, regime, lengths):
+    s = configuration.settings
     raises = [Finding("not safe", text, names) for text, names in _raises(s, D, regime)]
-    findings = [*raises, *_other_objective(s), *_uncovered(s)]
+    findings = [*raises, *_other_objective(s), *_uncovered(s, regime)]
+    findings += [Finding("not covered", text) for text in configuration.unexamined.values()]
     ratio = None
     if regime == "averaging":
         findings.append(
@@ -93,22 +138,22 @@ def _outcome(s, D, regime, lengths):
             )
         )
     elif not installed.engine().counts:
-        size = f"{D * s.cp} times" if D else f"D times {s.cp}, D the replicas, times"
+        size = f"{D * s.cp} times" if D else f"D times {s.cp} times, D the replicas,"
         findings.append(
             Finding(
                 "not safe",
                 f"verl {installed.versions()['verl']} reports no tokens to Megatron, which then "
-                f"does not divide: the gradient is {size} too large",
+                f"does not divide: the gradient is {size} as large",
                 ("two-tuple",),
             )
         )
     elif s.dynamic_cp:
-        text = "verl's dynamic CP counts the tokens of every rank: T/K is 1"
-        findings.append(Finding("safe", text, (*SHARDING[:4], "cancellation", "dynamic-engine")))
+        text = "what dynamic CP makes of the gradient is a question that the book leaves open"
+        findings.append(Finding("not covered", text, ("dynamic-engine",)))
     elif not raises:
         ratio = _ratio(s, D, lengths)
-        findings.append(_counted(s, ratio))
-    findings += _notes(s, D, regime)
+        findings.append(_counted(s, ratio, alone=not findings))
+    findings += _notes(configuration, D, regime)
     findings.sort(key=lambda f: -STATUSES.index(f.status))
     return Outcome(regime, not raises, tuple(findings), ratio)
 
@@ -129,6 +174,11 @@ def _raises(s, D, regime):
             yield f"{verl} raises: {text}", ()
     if not s.mbridge:
         yield f"{verl} raises: the Megatron engine needs use_mbridge", ()
+    if D and s.micro_batch and not s.dynamic_batch and s.is_given("train_batch"):
+        step = D * s.micro_batch
+        if s.train_batch * s.responses % step and s.module == MAIN:
+            text = f"data.train_batch_size times rollout.n is {s.train_batch * s.responses}"
+            yield f"{verl} raises: {text}, no multiple of DP times micro-batch, {step}", ()
     if (s.vpp or 1) > 1 and not (s.dynamic_batch or s.dynamic_cp) and D and s.micro_batch:
         M = s.B // D // s.micro_batch
         if M % s.pp:
@@ -155,10 +205,6 @@ def _other_objective(s):
             "loss depends on the split",
             ("objective", "losses"),
         )
-    if s.bypass and s.loss != "bypass_mode":
-        text = f"algorithm.rollout_correction.bypass_mode replaces {s.loss} by bypass_mode"
-        yield Finding("not safe", text, ("losses",))
-        return
     if s.loss in NO_OBJECTIVE:
         yield Finding("not safe", f"{s.loss} {NO_OBJECTIVE[s.loss]}", ("objective", "losses"))
     elif real != s.mode:
@@ -176,13 +222,13 @@ def _other_objective(s):
         )
 
 
-def _uncovered(s):
+def _trainer(s):
+    return s.module if s.module != MAIN else f"{MAIN} without trainer.use_v1"
+
+
+def _uncovered(s, regime):
     """What the book has not looked at."""
-    verl = installed.versions()["verl"]
     texts = {
-        f"verl {verl} is none of the releases {', '.join(installed.EXAMINED)} that were read": (
-            verl not in installed.EXAMINED
-        ),
         "the BSHD layout (use_remove_padding=False) is not run in the book": not s.remove_padding,
         "fused kernels compute log-probabilities on a path that is not run in the book": s.fused,
         "Megatron-FSDP replaces the gradient reduction that the book describes": s.megatron_fsdp,
@@ -192,18 +238,35 @@ def _uncovered(s):
         "the router's z-loss is no part of the objective, and not measured in the book": (
             bool(s.z_loss)
         ),
+        f"{_trainer(s)} writes bypass_mode over loss_mode, after the workers have taken theirs: "
+        "which of the two losses trains is not run in the book": s.may_replace_loss,
         "distillation adds another loss": s.distillation,
         "multi-token prediction adds another loss": s.mtp,
-        "dynamic CP is not covered by a proved statement yet": (
-            s.dynamic_cp and _register().get("dynamic-engine", {}).get("status") != "proved"
+        "DeepSeek-V4 gives every CP rank consecutive tokens, the runs have the zigzag": (
+            s.cp > 1 and any("DeepseekV4" in name for name in architectures(s))
         ),
     }
     yield from (Finding("not covered", text) for text, applies in texts.items() if applies)
-    if s.balancing not in (None, "none"):
-        yield Finding("not covered", AUXILIARY)
+    if s.balancing not in (None, "none", ["none"]):
+        yield Finding("not covered", _auxiliary(s, regime))
 
 
-def _counted(s, ratio):
+def _auxiliary(s, regime):
+    text = "the experts' auxiliary loss is no part of the objective"
+    if regime == "averaging":
+        return text
+    core = f"Megatron-Core {installed.versions()['megatron-core']}"
+    factor = installed.aux_factor(s.cp, s.tp)
+    if factor is None:
+        return f"{text}; what {core} makes of its gradient in the per-token regime was not measured"
+    return (
+        f"{text}; in the per-token regime {core} makes its gradient {factor} of what it is "
+        "without sharding, measured with DP 1"
+    )
+
+
+def _counted(s, ratio, alone):
+    """What the count of tokens does; `alone` if nothing else was found."""
     names = (*SHARDING, "cancellation", "token-count", "guard", "precision")
     if s.cp == 1:
         return Finding("safe", "with CP 1 the count of tokens is exact: T/K is 1", names)
@@ -211,10 +274,12 @@ def _counted(s, ratio):
         return Finding(
             "not safe",
             f"every micro-batch has fewer than {s.cp} tokens: K is 0, and the gradient is "
-            f"{ratio.exact[0]} times too large",
+            f"{ratio.exact[0]} times as large",
             names,
         )
-    text = "sharding and counting multiply the gradient by T/K, bounds below, and do nothing else"
+    text = "the count of tokens multiplies the gradient by T/K"
+    if alone:
+        text = "sharding and counting multiply the gradient by T/K and do nothing else"
     return Finding("safe", text, names)
 
 
@@ -236,8 +301,19 @@ def _ratio(s, D, lengths):
     return Ratio(tuple(bounds), exact)
 
 
-def _notes(s, D, regime):
+def _notes(configuration, D, regime):
     """What a reader should know that decides nothing."""
+    s = configuration.settings
+    if configuration.neutral:
+        names = ", ".join(configuration.neutral)
+        text = f"taken to compute the same gradient in another way, not run in the book: {names}"
+        yield Finding("safe", text)
+    if s.bypass and not s.may_replace_loss:
+        yield Finding(
+            "safe",
+            "with trainer.use_v1 the switch algorithm.rollout_correction.bypass_mode does not "
+            "change the loss: old log-probabilities are the rollout's",
+        )
     if s.is_given("unused_remove_padding") and s.unused_remove_padding != s.remove_padding:
         yield Finding(
             "safe",
@@ -262,9 +338,8 @@ def _notes(s, D, regime):
         text = "the loss is multiplied by T/DP before backward, float16's loss scale must absorb it"
         yield Finding("safe", text, ("precision",))
     version = installed.versions()["verl"]
-    if version in installed.EXAMINED[:-1]:
-        last = installed.EXAMINED[-1]
-        text = f"the book's runs are verl {last}'s, of {version} only the source was read"
+    if version != RUN_RELEASE:
+        text = f"most runs of the book are verl {RUN_RELEASE}'s, few are {version}'s"
         yield Finding("safe", text)
     sizes = {"D": D or 1, "cp": s.cp, "tp": s.tp, "pp": s.pp}
     large = [f"{n.upper()} {v}" for n, v in sizes.items() if v > RUN[n]]

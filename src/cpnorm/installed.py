@@ -171,7 +171,9 @@ def _knows(verl, key):
     for config in _trainers(verl):
         for section in sections:
             config = config.get(section) if isinstance(config, dict) else None
-        if isinstance(config, dict) and (last in config or last in _declared(verl, config)):
+        if isinstance(config, dict) and (
+            last in config or last in _declared(verl, str(config.get("_target_", "")))
+        ):
             return True
     return False
 
@@ -183,9 +185,10 @@ def _trainers(verl):
     return [yaml.load(f.read_text(), yaml.CSafeLoader) for f in files if f.is_file()]
 
 
-def _declared(verl, section):
+@functools.cache
+def _declared(verl, target):
     """Fields of the dataclass that a section names as its `_target_`, inherited ones too."""
-    package, _, name = str(section.get("_target_", "")).rpartition(".")
+    package, _, name = target.rpartition(".")
     place = Path(verl.parent, *package.split("."))
     files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
     trees = [ast.parse(f.read_text()) for f in files if f.is_file()]

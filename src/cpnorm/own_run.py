@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
@@ -24,7 +23,20 @@ from cpnorm.engine.sweep import Job, additive, reference, unsharded
 from cpnorm.ranks import World
 from cpnorm.settings import Settings
 from cpnorm.transformer import Model
+from cpnorm.verdict import Verdict, show_findings, terminal
+from cpnorm.verl_config import Configuration
 
+DEFAULT = (
+    "model_engine=megatron",
+    (
+        "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+        "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+        "trainer.n_gpus_per_node=4",
+        "trainer.nnodes=1",
+    ),
+)
+"""What runs where nothing is given, as arguments of `launch.read`."""
 MOST_RANKS = 32  # processes of our own, about 80 MiB each
 SEQUENCES = (
     Sequence(3, 5),
@@ -79,7 +91,7 @@ def plan(
         (s.megatron_fsdp, "Megatron-FSDP"),
         (s.ep > 1, f"expert parallelism (EP {s.ep})"),
         (s.distillation or s.mtp, "another loss beside the policy loss"),
-        (s.bypass, "rollout_correction.bypass_mode, which replaces the policy loss"),
+        (s.may_replace_loss, "rollout_correction.bypass_mode, which may replace the policy loss"),
     ):
         if applies:
             raise ValueError(f"cpnorm check does not run {what}: see cpnorm explain")
@@ -176,11 +188,23 @@ def progress(jobs: int, shown: bool) -> Iterator[Callable[[str], None]]:
         yield say
 
 
-def show(results: list[Result], device: str) -> None:
-    """Print what ran and how each parameter agrees, in colours on a terminal that takes them."""
-    console, case = Console(highlight=False), results[0].case
-    if not console.is_terminal:
-        console.width = 100
+def show_before(verdict: Verdict, configuration: Configuration) -> None:
+    """Print what `cpnorm explain` finds, and what of the configuration the run leaves out."""
+    s = configuration.settings
+    show_findings(verdict)
+    left_out = [f"{s.D - 2} of {s.D} replicas"] if (s.D or 0) > 2 else []
+    left_out += [*configuration.unexamined, *configuration.neutral]
+    if s.balancing not in (None, "none", ["none"]):
+        left_out.append("the experts' auxiliary loss")
+    text = "\nThe run of cpnorm check has a tiny dense model"
+    text += f" and leaves out: {', '.join(left_out)}" if left_out else ""
+    terminal().print(f"{text}\n")
+
+
+def show(results: list[Result], device: str, verdict: Verdict) -> None:
+    """Print what ran and how each parameter agrees, and what follows beside `verdict`, which is
+    that of `cpnorm explain`. In colours on a terminal that takes them."""
+    console, case = terminal(), results[0].case
     sizes = f"DP {case.dp} x CP {case.cp} x TP {case.tp} x PP {case.pp}"
     console.print(f"{sizes}, {case.loss} {case.mode}, a tiny model on {device}")
     console.print(", ".join(f"{name} {version(name)}" for name in ("verl", "megatron-core")))
@@ -196,9 +220,16 @@ def show(results: list[Result], device: str) -> None:
         for name, error in one.by_name.items():
             table.add_row(name, f"{error:.1e}")
         console.print(table)
-    judged = [one for one in results if one.judged]
-    verdict = "agrees" if all(one.agrees for one in judged) else "DISAGREES"
-    console.print(f"\n{verdict}: T/K and every parameter in float64, to {EXACT:.0e}")
+    word = "agrees" if agree(results) else "DISAGREES"
+    if agree(results) and verdict.exit_status:
+        what = "verl itself refuses the run" if verdict.refused else f"the run is {verdict.status}"
+        word = f"what was run agrees with its reference, but {what}, as said above"
+    console.print(f"\n{word}: T/K and every parameter in float64, to {EXACT:.0e}")
+
+
+def agree(results: list[Result]) -> bool:
+    """Whether all results that are judged agree with their references."""
+    return all(one.agrees for one in results if one.judged)
 
 
 def _attention(case, device):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,12 +29,17 @@ def _none_or(kind):
 
 
 SWITCH = Kind(lambda v: type(v) is bool, "true or false")
+COUNT = Kind(lambda v: type(v) is int and 0 <= v < 2**31, "an integer of at least 0")
 WHOLE = Kind(lambda v: type(v) is int and 1 <= v < 2**31, "an integer of at least 1")
 NUMBER = Kind(
     lambda v: type(v) in (int, float) and math.isfinite(v) and v >= 0,
     "a finite number of at least 0",
 )
 TEXT = Kind(lambda v: type(v) is str and v != "", "a text")
+TEXTS = Kind(
+    lambda v: TEXT.accepts(v) or (isinstance(v, list) and all(map(TEXT.accepts, v)) and v != []),
+    "a text or a list of texts",
+)
 
 
 def _at(key, kind, default):
@@ -49,8 +54,11 @@ _OWN_CORRECTION = f"{ROOT}.actor.policy_loss.rollout_correction"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the verdict needs of a configuration, checked. `given` has the dotted names of all that
-    the file and the overrides set, verl's defaults left out."""
+    """What the verdict needs of a configuration, checked.
+
+    `module` is the trainer's, `given` has the dotted names of all that the file and the overrides
+    set, verl's defaults left out, `unknown` those of them whose values are not known.
+    """
 
     strategy: str = _at(f"{_ACTOR}.strategy", TEXT, "megatron")
     loss: str = _at(f"{_ACTOR}.policy_loss.loss_mode", TEXT, "vanilla")
@@ -89,9 +97,9 @@ class Settings:
         _none_or(SWITCH),
         None,
     )
-    balancing: str | None = _at(
+    balancing: str | Sequence[str] | None = _at(
         f"{_MEGATRON}.override_transformer_config.moe_router_load_balancing_type",
-        _none_or(TEXT),
+        _none_or(TEXTS),
         None,
     )
     z_loss: float | None = _at(
@@ -104,24 +112,28 @@ class Settings:
     fused: bool = _at(f"{ROOT}.model.use_fused_kernels", SWITCH, False)
     mtp: bool = _at(f"{ROOT}.model.mtp.enable_train", SWITCH, False)
     model: str | None = _at(f"{ROOT}.model.path", _none_or(TEXT), None)
+    hf_config: str | None = _at(f"{ROOT}.model.hf_config_path", _none_or(TEXT), None)
     responses: int = _at(f"{ROOT}.rollout.n", WHOLE, 1)
     distillation: bool = _at("distillation.enabled", SWITCH, False)
     bypass: bool = _at(f"{_CORRECTION}.bypass_mode", SWITCH, False)
-    correction_loss: str = _at(f"{_CORRECTION}.loss_type", TEXT, "ppo_clip")
-    correction_weights: str | None = _at(f"{_CORRECTION}.rollout_is", _none_or(TEXT), None)
-    correction_norm: bool = _at(f"{_CORRECTION}.rollout_is_batch_normalize", SWITCH, False)
     own_correction_loss: str = _at(f"{_OWN_CORRECTION}.loss_type", TEXT, "ppo_clip")
-    own_correction_weights: str | None = _at(f"{_OWN_CORRECTION}.rollout_is", _none_or(TEXT), None)
+    own_correction_weights: str | None = _at(
+        f"{_OWN_CORRECTION}.rollout_is", _none_or(TEXT), "sequence"
+    )
     own_correction_norm: bool = _at(f"{_OWN_CORRECTION}.rollout_is_batch_normalize", SWITCH, False)
     gpus_per_node: int = _at("trainer.n_gpus_per_node", WHOLE, 8)
     nodes: int = _at("trainer.nnodes", WHOLE, 1)
     max_prompt: int = _at("data.max_prompt_length", WHOLE, 512)
     max_response: int = _at("data.max_response_length", WHOLE, 512)
+    use_v1: bool = _at("trainer.use_v1", SWITCH, False)
+    train_batch: int | None = _at("data.train_batch_size", _none_or(COUNT), None)
+    module: str = "verl.trainer.main_ppo"
     given: frozenset[str] = frozenset()
+    unknown: frozenset[str] = frozenset()
 
     def is_given(self, name: str) -> bool:
-        """Whether the file or an override sets field `name`."""
-        return _key(name) in self.given
+        """Whether the file or an override sets field `name`, to a value that is known."""
+        return _key(name) in self.given - self.unknown
 
     @property
     def B(self) -> int:
@@ -129,26 +141,28 @@ class Settings:
         return self.mini_batch * self.responses
 
     @property
+    def may_replace_loss(self) -> bool:
+        """Whether the trainer writes `bypass_mode` over the configured policy loss.
+
+        verl's older trainers do, in their own process, where `algorithm.rollout_correction.
+        bypass_mode` is set. `main_ppo` with `trainer.use_v1` has `_compute_old_log_prob` copy
+        log-probabilities and no more.
+        """
+        return self.bypass and not (self.module == "verl.trainer.main_ppo" and self.use_v1)
+
+    @property
     def normalizes_weights(self) -> bool:
         """Whether verl's `compute_policy_loss_bypass_mode` runs as REINFORCE with weights that it
-        divides by their mean over the micro-batch.
-
-        With `bypass` it takes the trainer's rollout correction, else that of `policy_loss`.
-        """
-        if self.bypass:
-            loss, weights = self.correction_loss, self.correction_weights
-            normalizes = self.correction_norm
-        elif self.loss == "bypass_mode":
-            loss, weights = self.own_correction_loss, self.own_correction_weights
-            normalizes = self.own_correction_norm
-        else:
-            return False
-        return loss == "reinforce" and weights is not None and normalizes
+        divides by their mean over the micro-batch, by the correction in `policy_loss`."""
+        weighted = self.own_correction_loss == "reinforce" and self.own_correction_weights
+        return bool(self.loss == "bypass_mode" and weighted and self.own_correction_norm)
 
     @property
     def D(self) -> int | None:
-        """Data-parallel replicas, None if neither file nor overrides speak of GPUs."""
+        """Data-parallel replicas, None if nothing speaks of GPUs or their number is not known."""
         if not (self.is_given("gpus_per_node") or self.is_given("nodes")):
+            return None
+        if self.unknown & {_key("gpus_per_node"), _key("nodes")}:
             return None
         return self.gpus_per_node * self.nodes // (self.tp * self.pp * self.cp)
 
@@ -198,6 +212,14 @@ def _name_of(settings, name, names):
     value = getattr(settings, name)
     if value not in names:
         raise ValueError(f"{_key(name)} is {short(value)}, allowed is one of {', '.join(names)}")
+
+
+MAY_BE_UNKNOWN = frozenset(
+    f.metadata["key"]
+    for f in dataclasses.fields(Settings)
+    if f.name in ("model", "hf_config", "gpus_per_node", "nodes", "max_prompt", "max_response")
+)
+"""Keys without whose values there is a verdict too."""
 
 
 @functools.cache

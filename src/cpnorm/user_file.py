@@ -1,6 +1,8 @@
 """Files that a user hands to the command: text, YAML of plain values, lengths of sequences."""
 
 import io
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +19,34 @@ DEPTH = 40
 
 
 def read_text(path: str) -> str:
-    """Text of a file given by a user. `ValueError` if it is no UTF-8 file of at most `SIZE`."""
+    """Text of a file given by a user, of standard input for `-`. `ValueError` if it is no UTF-8
+    file of at most `SIZE`."""
+    name = short(path) if path != "-" else "standard input"
     try:
-        if not Path(path).is_file():
-            raise ValueError(f"{short(path)} is not a file")
-        with Path(path).open("rb") as file:
+        if path != "-" and not Path(path).is_file():
+            raise ValueError(f"{name} is not a file")
+        with open(path, "rb") if path != "-" else nullcontext(sys.stdin.buffer) as file:
             content = file.read(SIZE + 1)
         if len(content) > SIZE:
-            raise ValueError(f"{short(path)} is larger than {SIZE} bytes, which is allowed")
+            raise ValueError(f"{name} is larger than {SIZE} bytes, which is allowed")
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{short(path)} is not UTF-8 text") from error
+        raise ValueError(f"{name} is not UTF-8 text") from error
     except OSError as error:
-        raise ValueError(f"{short(path)} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
 
 
 def read_yaml(path: str) -> dict:
-    """The mapping in a YAML file, its interpolations as they stand.
+    """The mapping in a YAML file, its interpolations as they stand. Errors as of `parse_yaml`."""
+    return parse_yaml(read_text(path), path)
+
+
+def parse_yaml(text: str, path: str) -> dict:
+    """The mapping in the text of the YAML file `path`, its interpolations as they stand.
 
     `ValueError` for anything else, for tags and for aliases, which can name Python objects or grow
     without bound.
     """
-    text = read_text(path)
     depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):

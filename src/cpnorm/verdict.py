@@ -49,13 +49,15 @@ class Outcome:
 @dataclass(frozen=True)
 class Verdict:
     """The answer: facts by name, why the regime is what it is, an outcome for each regime that is
-    possible, and the book's statements that they rest on with title and status."""
+    possible, the book's statements that they rest on with title and status, and what verl itself
+    refuses in the configuration, though it has no bearing on the outcomes."""
 
     versions: dict[str, str | None]
     path: dict[str, str | int | bool | None]
     why: str
     outcomes: tuple[Outcome, ...]
     statements: dict[str, tuple[str, str]]
+    refused: tuple[str, ...] = ()
 
     @property
     def status(self) -> str:
@@ -64,7 +66,9 @@ class Verdict:
 
     @property
     def exit_status(self) -> int:
-        """0 if safe, else 1."""
+        """2 if verl refuses the configuration, else 0 if safe and 1 if not."""
+        if self.refused:
+            return 2
         return 0 if self.status == "safe" else 1
 
     def to_json(self) -> str:
@@ -73,6 +77,7 @@ class Verdict:
             {
                 "status": self.status,
                 "exit_status": self.exit_status,
+                "refused": self.refused,
                 "versions": self.versions,
                 "path": self.path,
                 "regime": {"possible": [o.regime for o in self.outcomes], "why": self.why},
@@ -115,32 +120,57 @@ MEANS = {
     "not covered": "the book does not say, for the reasons marked ?",
     "not safe": "for the reasons marked -",
 }
+REFUSES = "verl itself refuses this configuration"
 MARKS = {"safe": "+", "not covered": "?", "not safe": "-"}
 
 
 def show(verdict: Verdict) -> None:
     """Print the verdict, in colours if stdout is a terminal that takes them."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 100
-    head = Text(verdict.status.upper(), f"bold {COLOURS[verdict.status]}")
-    console.print(head.append(f": {MEANS[verdict.status]}", "not bold"))
+    console = terminal()
+    _show_head(console, verdict)
     releases = (f"{name} {v or 'not installed'}" for name, v in verdict.versions.items())
     console.print(Text(", ".join(releases), "dim"), "", sep="\n")
     facts = [(name, _word(value)) for name, value in verdict.path.items()]
     facts.append(("regime", f"{' or '.join(o.regime for o in verdict.outcomes)}: {verdict.why}"))
     console.print(_table(facts))
     for outcome in verdict.outcomes:
-        title = f"In the {outcome.regime} regime: {outcome.status}"
-        console.print("", Text(title, f"bold {COLOURS[outcome.status]}"), sep="\n")
-        console.print(
-            _table((Text(MARKS[f.status], COLOURS[f.status]), f.text) for f in outcome.findings)
-        )
+        _show_findings(console, outcome)
         if outcome.ratio:
             _show_ratio(console, outcome.ratio)
     if verdict.statements:
         rows = ((label, *entry) for label, entry in verdict.statements.items())
         console.print("", _table(rows, "statement of the book", "it says", "status"), sep="\n")
+
+
+def show_findings(verdict: Verdict) -> None:
+    """Print the verdict's status and what it rests on, as `show` does, and no more."""
+    console = terminal()
+    _show_head(console, verdict)
+    for outcome in verdict.outcomes:
+        _show_findings(console, outcome)
+
+
+def terminal() -> Console:
+    """Stdout, of 100 columns where it is no terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 100
+    return console
+
+
+def _show_head(console, verdict):
+    head = Text(verdict.status.upper(), f"bold {COLOURS[verdict.status]}")
+    console.print(head.append(f": {MEANS[verdict.status]}", "not bold"))
+    if verdict.refused:
+        console.print(Text(f"{REFUSES}:", "bold red"))
+        console.print(_table(("-", text) for text in verdict.refused))
+
+
+def _show_findings(console, outcome):
+    title = f"In the {outcome.regime} regime: {outcome.status}"
+    console.print("", Text(title, f"bold {COLOURS[outcome.status]}"), sep="\n")
+    marks = ((Text(MARKS[f.status], COLOURS[f.status]), f.text) for f in outcome.findings)
+    console.print(_table(marks))
 
 
 def _show_ratio(console, ratio):

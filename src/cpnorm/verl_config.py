@@ -1,116 +1,145 @@
-"""A user's verl configuration: read as verl's trainer reads it, checked, never instantiated.
+"""A launch's configuration, composed by Hydra as verl's trainer does it, and checked.
 
-verl's own defaults, composed by Hydra from the installed package; the file merged over them; then
-overrides as on verl's command line. Tags and anchors are refused, so a file can name no Python
-object, and what a `_target_` names is not imported.
+Hydra composes the files of the installed verl and the user's values and overrides. Tags and anchors
+are refused, so a file can name no Python object, and what a `_target_` names is not imported.
 """
 
-import dataclasses
 import difflib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cpnorm import installed
+from cpnorm import bearing, installed
+from cpnorm.launch import TRAINERS, Launch
 from cpnorm.settings import PER_TOKEN, ROOT, Settings, check
 from cpnorm.sources import folder
-from cpnorm.user_file import one_line, read_yaml, short
+from cpnorm.user_file import one_line, short
 
 SECTIONS = {
-    ROOT: (),
     f"{ROOT}.actor": ("verl.workers.config.actor", "ActorConfig", "McoreActorConfig"),
     f"{ROOT}.actor.policy_loss": ("verl.workers.config.actor", "PolicyLossConfig"),
     f"{ROOT}.actor.megatron": ("verl.workers.config.engine", "EngineConfig", "McoreEngineConfig"),
     f"{ROOT}.model": ("verl.workers.config.model", "HFModelConfig"),
     f"{ROOT}.rollout": ("verl.workers.config.rollout", "RolloutConfig"),
-    "algorithm": (),
-    "algorithm.rollout_correction": (),
-    "data": (),
-    "trainer": (),
 }
-"""Sections whose keys are checked; known are those of verl's YAML and of these dataclasses."""
+"""Sections that verl's trainer makes dataclasses of, which refuse a key that is none of their
+fields."""
 
-_MISSING = object()
+USER = "cpnorm_user"  # the name under which Hydra finds the user's values
+ADVICE = "write the composed configuration to a file with --cfg job and give that"
+SURE = 0.9  # likeness at which a key is taken for another, misspelled
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> Settings:
-    """The settings of the configuration in file `path`, changed by `overrides`.
+@dataclass(frozen=True)
+class Configuration:
+    """What a verdict needs of a launch: its settings; a sentence for each key that verl itself
+    refuses and that has no bearing on normalisation; keys that the book has not looked at, with a
+    sentence, see `bearing.unexamined`; and those taken to compute the same gradient in another
+    way."""
 
-    The file is a whole configuration or its `actor_rollout_ref` part. `ValueError`, one sentence
-    without its full stop, for anything that verl or this module cannot use.
+    settings: Settings
+    refused: tuple[str, ...] = ()
+    unexamined: dict[str, str] = field(default_factory=dict)
+    neutral: tuple[str, ...] = ()
+
+
+class Refusal(NamedTuple):
+    """A key that verl refuses, and a sentence that says so."""
+
+    key: str
+    text: str
+
+
+def load(launch: Launch) -> Configuration:
+    """The configuration with which verl's trainer would run `launch`.
+
+    `ValueError`, one sentence without its full stop, for anything that verl or this module cannot
+    use. Keys that verl refuses are named all at once.
     """
-    mine, choices = _split(read_yaml(path))
-    parsed = _parse(overrides)
-    groups = [o for o in parsed if o.package is not None or o.key_or_group in _groups()]
-    choices |= {o.get_key_element().lstrip("+~"): o.input_line for o in groups}
-    engine = _model_engine(mine)
-    if engine and "model_engine" not in choices:
-        choices["model_engine"] = f"model_engine={engine}"
-    values = [o for o in parsed if o not in groups]
+    parsed = _parse(launch.overrides)
+    values = [o for o in parsed if not _is_group(o)]
+    groups = [o.input_line for o in parsed if _is_group(o)]
+    primary, mine = _primary(launch, groups)
     try:
-        defaults = _composed(tuple(choices.values()))
-        config = OmegaConf.merge(defaults, mine)
-        OmegaConf.set_struct(config, True)
-        _check_overrides(values, config)
-        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+        config, refusals = _composed(launch, primary, groups, values)
+        refusals = list(dict.fromkeys([*refusals, *_unknown_keys(config)]))
+        if any(not bearing.is_without(r.key) for r in refusals):
+            texts = "; ".join(r.text for r in refusals)
+            raise ValueError(f"verl itself refuses this configuration: {texts}")
+        _near_misses(config)
         given = frozenset(_leaves(mine)) | {
             key for o in values for key in _leaves(o.value(), o.key_or_group)
         }
-        settings = Settings(**_values(config), given=given)
-        if settings.strategy == "megatron":
-            _check_keys(config, defaults)
+        found = _values(config, launch)
+        settings = Settings(**found, module=launch.module, given=given, unknown=launch.unknown)
+        check(settings)
+        unexamined, neutral = bearing.unexamined(config, settings)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
-        raise ValueError(f"the configuration does not compose: {one_line(error)}") from error
-    check(settings)
-    return settings
+        why = one_line(error).partition("Config search path")[0].strip(" .")
+        raise ValueError(f"the configuration does not compose: {why}") from error
+    return Configuration(settings, tuple(r.text for r in refusals), unexamined, neutral)
 
 
-def _split(data):
-    """The user's values as a whole configuration, and what a `defaults:` list chooses."""
-    data = {key: value for key, value in data.items() if key != "hydra"}
-    choices = _choices(data.pop("defaults", []))
+# What Hydra composes
+
+
+def _primary(launch, groups):
+    """Name of the config to compose from, and the user's own values in it."""
+    if launch.values is None:
+        return launch.config_name or TRAINERS[launch.module].config_name, {}
+    data = {key: value for key, value in launch.values.items() if key != "hydra"}
     if ROOT not in data and "actor" in data:
-        data = {ROOT: data}
-    part = data.get(ROOT, {"actor": {}} if choices else None)
+        data = {ROOT: {k: v for k, v in data.items() if k != "defaults"}} | {
+            k: v for k, v in data.items() if k == "defaults"
+        }
+    if "defaults" not in data:
+        _check_parts(data)
+        if ROOT not in data:
+            raise ValueError(
+                f"the file has no mapping {ROOT!r} and no mapping 'actor': cpnorm judges the "
+                "policy loss of an actor, no SFT, reward or evaluation configuration"
+            )
+        chosen = any(group.lstrip("+").startswith("model_engine=") for group in groups)
+        engine = None if chosen else _model_engine(data)
+        override = [{"override model_engine": engine}] if engine else []
+        base = TRAINERS[launch.module].config_name
+        data = {"defaults": [base, *override, "_self_"], **data}
+    elif not isinstance(data["defaults"], list):
+        raise ValueError(f"defaults is {short(data['defaults'])}, allowed is a list")
+    ConfigStore.instance().store(USER, OmegaConf.create(data), provider="cpnorm")
+    return USER, {key: value for key, value in data.items() if key != "defaults"}
+
+
+def _check_parts(data):
+    part = data.get(ROOT, {})
     if not isinstance(part, dict):
-        raise ValueError(f"the file has no mapping {ROOT!r} and no mapping 'actor'")
-    if not isinstance(part.get("actor", {} if choices else None), dict):
-        raise ValueError(f"{ROOT} has no mapping 'actor'")
-    return data, choices
+        raise ValueError(f"{ROOT} is {short(part)}, allowed is a mapping")
+    if part and not isinstance(part.get("actor", {}), dict):
+        raise ValueError(f"{ROOT}.actor is {short(part['actor'])}, allowed is a mapping")
 
 
-def _choices(entries):
-    """Hydra's overrides for the entries of a `defaults:` list, by group."""
-    advice = "write the composed configuration to a file with --cfg job and give that"
-    if not isinstance(entries, list):
-        raise ValueError(f"defaults is {short(entries)}, allowed is a list")
-    choices = {}
-    for i, entry in enumerate(entries):
-        if (entry == "_self_" and i == len(entries) - 1) or entry == "ppo_trainer":
-            continue
-        if entry == "ppo_megatron_trainer":
-            choices["model_engine"] = "model_engine=megatron"
-            continue
-        if not isinstance(entry, dict) or len(entry) != 1:
-            raise ValueError(f"defaults has {short(entry)}, which is not verl's own: {advice}")
-        ((group, choice),) = entry.items()
-        group = str(group).removeprefix("override ")
-        name, _, package = group.partition("@")
-        file = folder("verl") / "trainer/config" / name / f"{choice}.yaml"
-        if name not in _groups() or "/" in str(choice) or not file.is_file():
-            raise ValueError(f"defaults has {short(entry)}, which is not verl's own: {advice}")
-        choices[group] = f"{name}{'@' + package if package else ''}={choice}"
-    return choices
+def _model_engine(mine):
+    """The `model_engine` that a file speaks of: its key, or what it says about the actor."""
+    if mine.get("model_engine") is not None:
+        engine = mine["model_engine"]
+        engines = sorted(p.stem for p in (folder("verl") / "trainer/config/model_engine").iterdir())
+        if engine not in engines:
+            raise ValueError(f"model_engine is {short(engine)}, allowed is {', '.join(engines)}")
+        return engine
+    actor = mine[ROOT].get("actor") or {}
+    return "megatron" if "megatron" in (actor.get("strategy"), *actor) else None
 
 
 def _parse(overrides):
-    """Hydra's parsed overrides. `ValueError` for one that is none, or that is not for verl."""
+    """Hydra's parsed overrides, its own left out. `ValueError` for one that is none."""
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
@@ -118,10 +147,15 @@ def _parse(overrides):
             override = parser.parse_override(text)
         except (HydraException, RecursionError) as error:
             raise ValueError(f"{short(text)} is not an override such as key=value") from error
-        if override.is_sweep_override() or override.key_or_group.split("/")[0].startswith("hydra"):
-            raise ValueError(f"{short(text)} is an override of Hydra, allowed are those of verl")
-        parsed.append(override)
+        if override.is_sweep_override():
+            raise ValueError(f"{short(text)} is a sweep of Hydra's, allowed is one value")
+        if not override.key_or_group.split("/")[0].startswith("hydra"):
+            parsed.append(override)
     return parsed
+
+
+def _is_group(override):
+    return override.package is not None or override.key_or_group in _groups()
 
 
 @functools.cache
@@ -131,41 +165,143 @@ def _groups():
     return frozenset(p.name for p in config.iterdir() if any(p.glob("*.yaml")))
 
 
-def _model_engine(mine):
-    """The `model_engine` that a file speaks of: its key, or what it says about the actor."""
-    if mine.get("model_engine") is not None:
-        engine = mine["model_engine"]
-        if engine not in _engines():
-            raise ValueError(f"model_engine is {short(engine)}, allowed is {', '.join(_engines())}")
-        return engine
-    actor = mine.get(ROOT, {}).get("actor") or {}
-    return "megatron" if "megatron" in (actor.get("strategy"), *actor) else None
+def _compose(launch, primary, overrides):
+    """Hydra's composition from the folders of verl's trainers, the trainer's own first."""
+    own = folder("verl") / TRAINERS[launch.module].config_path
+    paths = [folder("verl") / "trainer/config", *([launch.folder] if launch.folder else [])]
+    search = ",".join(f"'file://{_escaped(path)}'" for path in paths)
+    with initialize_config_dir(str(own), version_base=None):
+        return compose(primary, overrides=[*overrides, f"hydra.searchpath=[{search}]"])
 
 
-def _engines():
-    return sorted(p.stem for p in (folder("verl") / "trainer/config/model_engine").iterdir())
+def _escaped(path):
+    return str(path).replace("\\", "\\\\").replace("'", "\\'")
 
 
-@functools.cache
-def _composed(choices):
-    """verl's trainer configuration with these choices of config groups."""
-    config = str(folder("verl") / "trainer/config")
-    with initialize_config_dir(config, version_base=None):
-        composed = compose("ppo_trainer", overrides=list(choices))
-    OmegaConf.set_struct(composed, False)
-    return composed
+def _composed(launch, primary, groups, values):
+    """The composed configuration, and a `Refusal` for each override that Hydra refuses in it."""
+    try:
+        return _compose(launch, primary, [*groups, *(o.input_line for o in values)]), []
+    except (HydraException, OmegaConfBaseException):
+        pass  # each override alone, to name all that are refused
+    refusals, accepted = [], []
+    before = _compose(launch, primary, groups)
+    for override in values:
+        if refusal := _why_refused(override, before):
+            refusals.append(refusal)
+            continue
+        accepted.append(override.input_line)
+        if override.is_delete():
+            parent, _, last = override.key_or_group.rpartition(".")
+            OmegaConf.set_struct(before, False)
+            node = OmegaConf.select(before, parent) if parent else before
+            node.pop(last, None)
+            OmegaConf.set_struct(before, True)
+        else:
+            key, value = override.key_or_group, override.value()
+            OmegaConf.update(before, key, value, merge=True, force_add=True)
+    return _compose(launch, primary, [*groups, *accepted]), refusals
 
 
-def _values(config):
+def _why_refused(override, config):
+    """The `Refusal` with which Hydra meets an override of `config`, None if it takes it.
+
+    A missing value, `???`, is there; `+` may fill a null and extend a mapping or a list.
+    """
+    key = override.key_or_group
+    parent, _, last = key.rpartition(".")
+    try:
+        node = OmegaConf.select(config, parent) if parent else config
+        there = isinstance(node, DictConfig) and last in list(node)
+    except OmegaConfBaseException:
+        node, there = None, False
+    if override.is_force_add() or (there and not override.is_add()):
+        return None
+    if override.is_add():
+        full = there and not OmegaConf.is_missing(node, last) and node[last] is not None
+        if full and not isinstance(override.value(), dict | list):
+            return Refusal(key, f"{key} is there already, write it without +")
+        return None
+    if node is None and parent.endswith(".megatron"):
+        return _without_engine(parent)
+    near = _near(last, node) if isinstance(node, DictConfig) else None
+    return _no_key(key, near, closed=parent in SECTIONS)
+
+
+def _without_engine(section):
+    return Refusal(section, f"{section} has no keys without model_engine=megatron")
+
+
+def _no_key(key, near, closed):
+    """That verl has no such key, which releases do, and what else to write. A section that is
+    `closed` takes no key of one's own."""
+    others = installed.key_releases(key)
+    text = f"{key} is no key of verl {installed.versions()['verl']}"
+    text += f", but of {' and '.join(others)}" if others else ""
+    if near:
+        text += f", did you mean {near!r}"
+    elif not others and not closed:
+        text += ", write + before it to add it"
+    return Refusal(key, text)
+
+
+# Keys and values
+
+
+def _unknown_keys(config) -> Iterator[Refusal]:
+    """Keys of the sections in `SECTIONS` that no field of verl's takes."""
+    if OmegaConf.select(config, f"{ROOT}.actor.strategy") != "megatron":
+        return
+    for section, source in SECTIONS.items():
+        node = OmegaConf.select(config, section)
+        if node is None and section.endswith(".megatron"):
+            yield _without_engine(section)
+            continue
+        if not isinstance(node, DictConfig):
+            raise ValueError(f"{section} is {short(_plain(node))}, allowed is a mapping")
+        known = {"_target_", *installed.fields(*source)}
+        for key in node:
+            if key not in known:
+                yield _no_key(f"{section}.{key}", _near(str(key), known), closed=True)
+
+
+def _near_misses(config):
+    """`ValueError` for a key, in a section where verl takes any, that looks like one that is read
+    here and is not."""
+    wanted = {f"{ROOT}.actor.megatron.override_transformer_config": [PER_TOKEN]}
+    wanted[ROOT] = ["actor", "model", "rollout"]
+    for f in fields(Settings):
+        parent, _, last = f.metadata.get("key", "").rpartition(".")
+        if parent in ("trainer", "data", "algorithm.rollout_correction"):
+            wanted.setdefault(parent, []).append(last)
+    for section, names in wanted.items():
+        node = OmegaConf.select(config, section)
+        for key in node if isinstance(node, DictConfig) else ():
+            near = _near(str(key), names)
+            if near and key not in names and near not in node:
+                raise ValueError(f"{section} has the key {short(key)}, did you mean {near!r}")
+            if near == PER_TOKEN != key:
+                raise ValueError(f"{section} has the key {short(key)}, did you mean {near!r}")
+
+
+def _near(name, known):
+    """The name of `known` that `name` is a misspelling of, None if it may be a name of its own."""
+    near = difflib.get_close_matches(name, sorted(map(str, known)), n=1, cutoff=SURE)
+    return near[0] if near and abs(len(near[0]) - len(name)) <= 2 else None
+
+
+def _values(config, launch):
     """Field name -> value, each resolved and of its kind."""
     values = {}
-    for f in dataclasses.fields(Settings):
+    for f in fields(Settings):
         if not f.metadata:
             continue
         key, kind = f.metadata["key"], f.metadata["kind"]
-        value = _select(config, key, f.default)
+        if key in launch.unknown:
+            continue
+        value = _plain(_select(config, key, f.default))
         if not kind.accepts(value):
-            raise ValueError(f"{key} is {short(_plain(value))}, allowed is {kind.allowed}")
+            raise ValueError(f"{key} is {short(value)}, allowed is {kind.allowed}")
         values[f.name] = value
     return values
 
@@ -187,49 +323,6 @@ def _select(config, key, default):
 
 def _plain(value):
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
-def _check_keys(config, defaults):
-    """`ValueError` for a key that verl does not know in a section of `SECTIONS`, or for one that
-    looks like the key that turns the per-token regime on and is not."""
-    for section, source in SECTIONS.items():
-        known = set(OmegaConf.select(defaults, section) or ())
-        known |= installed.fields(*source) if source else set()
-        node = OmegaConf.select(config, section)
-        if not isinstance(node, DictConfig):
-            raise ValueError(f"{section} is {short(_plain(node))}, allowed is a mapping")
-        for key in node:
-            if key not in known:
-                near = _near(key, sorted(known))
-                hint = f", {near}" if near else ""
-                raise ValueError(f"{section} has the key {short(key)}, which verl lacks{hint}")
-    section = f"{ROOT}.actor.megatron.override_transformer_config"
-    for key in OmegaConf.select(config, section) or ():
-        if key != PER_TOKEN and difflib.get_close_matches(str(key), [PER_TOKEN], cutoff=0.85):
-            raise ValueError(f"{section} has the key {short(key)}, did you mean {PER_TOKEN!r}")
-
-
-def _check_overrides(overrides, config):
-    """`ValueError` where Hydra would refuse to change a key that is not there, or to add one that
-    is."""
-    for override in overrides:
-        key = override.key_or_group
-        there = OmegaConf.select(config, key, default=_MISSING) is not _MISSING
-        if override.is_add() and there:
-            raise ValueError(f"the configuration has the key {key} already, write it without +")
-        if there or override.is_add() or override.is_force_add():
-            continue
-        parent, _, last = key.rpartition(".")
-        node = OmegaConf.select(config, parent) if parent else config
-        beside = [str(k) for k in node] if isinstance(node, DictConfig) else []
-        hint = _near(last, beside) or f"write +{key}=... to add it"
-        raise ValueError(f"the configuration has no key {key}, {hint}")
-
-
-def _near(key, known):
-    """A hint to the key of `known` that `key` is most like, None if it is like none."""
-    near = difflib.get_close_matches(str(key), known, n=1)
-    return f"did you mean {near[0]!r}" if near else None
 
 
 def _leaves(value, prefix=""):

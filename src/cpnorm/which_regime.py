@@ -18,38 +18,46 @@ PROVIDERS = {
 Read in `finalize` of `qwen3_vl_provider.py` and `qwen35_vl_provider.py` in
 `megatron/bridge/models/qwen_vl`.
 """
+BOTH = ["per-token", "averaging"]
+TURNS = "calculate_per_token_loss"
 
 
 def regimes(s: Settings) -> tuple[list[str], str]:
-    """Which regimes the engine can be in, and why, in words."""
+    """Which regimes the engine can be in, and why, in words. Both, where it is not known."""
     if s.dynamic_cp:
-        return ["per-token"], "verl turns calculate_per_token_loss on for dynamic CP"
+        return ["per-token"], f"verl turns {TURNS} on for dynamic CP"
     if s.per_token:
-        return ["per-token"], "override_transformer_config turns calculate_per_token_loss on"
-    if s.cp == 1:
-        return ["averaging"], "nothing turns calculate_per_token_loss on at CP 1"
+        return ["per-token"], f"override_transformer_config turns {TURNS} on"
     if s.vanilla_mbridge:
-        return ["averaging"], "nothing sets calculate_per_token_loss: mbridge leaves the default"
+        return ["averaging"], f"nothing sets {TURNS}: mbridge leaves the default"
+    if s.cp == 1:
+        return ["averaging"], f"nothing turns {TURNS} on at CP 1"
     if not (s.is_given("model") and s.model):
-        return ["per-token", "averaging"], (
+        return BOTH, (
             "it depends on the model, and actor_rollout_ref.model.path is not given: "
-            "Megatron-Bridge turns calculate_per_token_loss on for Qwen3-VL and Qwen3.5"
+            f"Megatron-Bridge turns {TURNS} on for Qwen3-VL and Qwen3.5"
         )
-    names, source = _architectures(s.model)
+    names = architectures(s)
+    if not names:
+        known = re.compile(r"qwen3[._]5|qwen3[._-]?vl", re.IGNORECASE).search(s.model)
+        likely = "per-token" if known else "averaging"
+        return BOTH, (
+            f"no config.json at {s.hf_config or s.model} says which model it is; by its name "
+            f"{likely} is likely"
+        )
     on = bool(PROVIDERS & names)
-    verb = "turns calculate_per_token_loss on" if on else "leaves calculate_per_token_loss off"
-    return ["per-token" if on else "averaging"], f"Megatron-Bridge {verb} at CP {s.cp}: {source}"
+    verb = "turns" if on else "leaves"
+    return ["per-token" if on else "averaging"], (
+        f"Megatron-Bridge {verb} {TURNS} {'on' if on else 'off'} at CP {s.cp}: "
+        f"{', '.join(sorted(names))} in the model's config.json"
+    )
 
 
-def _architectures(model):
-    """The model's architectures and where they are read: its config.json, else its name."""
+def architectures(s: Settings) -> set[str]:
+    """The model's architectures as its `config.json` names them, none where there is no such."""
     try:
-        text = read_text(str(Path(model).expanduser() / "config.json"))
+        text = read_text(str(Path(s.hf_config or s.model).expanduser() / "config.json"))
         names = json.loads(text)["architectures"]
-        return set(names), f"{', '.join(names)} in the model's config.json"
-    except (ValueError, LookupError, TypeError, RuntimeError):
-        pass
-    known = re.compile(r"qwen3[._]5|qwen3[._-]?vl", re.IGNORECASE)
-    guess = known.search(model)
-    name = model if guess and not known.search(Path(model).name) else Path(model).name
-    return (PROVIDERS if guess else set()), f"a guess by the name {name}, no config.json at hand"
+        return {name for name in names if type(name) is str}
+    except (ValueError, LookupError, TypeError, RuntimeError, RecursionError):
+        return set()
