@@ -60,7 +60,7 @@ SAME_GRADIENT = re.compile(
     r"|deallocate_pipeline_outputs|moe_grouped_gemm|moe_router_dtype|moe_token_dispatcher_type"
     r"|moe_enable_deepep|moe_shared_expert_overlap|num_layers_in_(first|last)_pipeline_stage"
     r"|account_for_(embedding|loss)_in_pipeline_split|pipeline_model_parallel_layout"
-    r"|use_fused_(rmsnorm|swiglu)|use_distributed_optimizer|moe_aux_loss_coeff|fp8_\w+)"
+    r"|use_fused_(rmsnorm|swiglu)|use_distributed_optimizer)"
     r"|actor\.megatron\.use_distributed_optimizer"
     r"|actor\.megatron\.override_ddp_config\."
     r"(overlap_\w+|grad_reduce_in_fp32|bucket_size|use_distributed_optimizer|align_param_gather)"
@@ -87,7 +87,6 @@ EXAMINED = {
     "model.use_liger": OFF,
     "model.tiled_mlp.enabled": OFF,
     "model.mtp.enable": OFF,
-    "model.external_lib": OFF,
     "model.model_type": ("language_model",),
 }
 """Key below `actor_rollout_ref` -> values that it has in the book's runs."""

@@ -55,6 +55,10 @@ def explain(
         int | None,
         typer.Option(min=1, help="Data-parallel replicas, if the configuration lacks GPUs."),
     ] = None,
+    line: Annotated[
+        int | None,
+        typer.Option(min=1, help="Which launch of a script, where it has more than one."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ):
     """Say what a run of verl does to its policy loss, and whether that is safe.
@@ -83,7 +87,8 @@ def explain(
       cpnorm explain train.sh NNODES=2 MODEL_PATH=/models/Qwen3-8B
       cpnorm explain run.yaml actor_rollout_ref.actor.megatron.context_parallel_size=4
       cpnorm explain -- python3 -m verl.trainer.main_ppo model_engine=megatron trainer.nnodes=2
-      cpnorm explain model_engine=megatron actor_rollout_ref.rollout.name=vllm
+      cpnorm explain train.sh --line 12
+      cpnorm explain model_engine=megatron actor_rollout_ref.actor.use_dynamic_bsz=True
       cpnorm explain run.yaml --lengths lengths.txt --json | jq .status
     """
     from cpnorm import user_file
@@ -92,7 +97,7 @@ def explain(
     from cpnorm.verdict import show
 
     sequences = user_file.read_lengths(lengths) if lengths is not None else None
-    verdict = judged(read(run, words or ()), sequences, dp)
+    verdict = judged(read(run, words or (), line), sequences, dp)
     if as_json:
         print(verdict.to_json())
     else:
@@ -104,6 +109,10 @@ def explain(
 def check(
     run: Annotated[str | None, typer.Argument(metavar="[RUN]", show_default=False)] = None,
     words: Annotated[list[str] | None, typer.Argument(metavar="[WORD]", show_default=False)] = None,
+    line: Annotated[
+        int | None,
+        typer.Option(min=1, help="Which launch of a script, where it has more than one."),
+    ] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the ranks run.")] = "cpu",
 ):
     """Run the topology and loss of a run of verl, scaled down to a tiny model, and compare.
@@ -143,7 +152,7 @@ def check(
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}, allowed is cpu or cuda")
-    launch = read(*own_run.DEFAULT) if run is None else read(run, words or ())
+    launch = read(*own_run.DEFAULT) if run is None else read(run, words or (), line)
     configuration = load(launch)
     verdict = explain(configuration, source=launch.source)
     names = regimes(configuration.settings)[0]

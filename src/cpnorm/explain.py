@@ -240,6 +240,12 @@ def _uncovered(s, regime):
         ),
         f"{_trainer(s)} writes bypass_mode over loss_mode, after the workers have taken theirs: "
         "which of the two losses trains is not run in the book": s.may_replace_loss,
+        "verl imports model.external_lib, which may change any of this": s.external is not None,
+        "rollout_rs rejects tokens after verl has counted them, or before, by trainer: which mask "
+        "the count takes is not run in the book": s.rejection is not None,
+        "mbridge may turn the experts' auxiliary loss on, and moe_aux_loss_coeff is set": (
+            s.vanilla_mbridge and bool(s.aux_coef)
+        ),
         "distillation adds another loss": s.distillation,
         "multi-token prediction adds another loss": s.mtp,
         "DeepSeek-V4 gives every CP rank consecutive tokens, the runs have the zigzag": (

@@ -17,7 +17,7 @@ import yaml
 from cpnorm import examined
 from cpnorm.examined import AUX, AUX_RULES, CONFIGURED, EVERY, FACTS, REGIME
 from cpnorm.fingerprint import Sources
-from cpnorm.sources import folder, parsed
+from cpnorm.sources import folder
 
 EXAMINED = tuple(FACTS["verl"])
 """Releases of verl that were examined."""
@@ -109,12 +109,12 @@ def has_dynamic_groups() -> bool:
     return _facts("megatron-core").dynamic_groups
 
 
-@functools.cache
-def fields(module: str, *owners: str) -> frozenset[str]:
-    """Fields that the dataclasses `owners` in a module declare themselves."""
-    body = parsed(module).body
-    found = [n for n in body if isinstance(n, ast.ClassDef) and n.name in owners]
-    return frozenset().union(*map(_fields, found))
+def declared(target: str) -> frozenset[str]:
+    """Fields of the dataclass of the installed verl that a `_target_` names, inherited ones too.
+
+    Empty where it names none.
+    """
+    return frozenset(_declared(folder("verl"), target))
 
 
 def key_releases(key: str) -> tuple[str, ...]:
@@ -187,18 +187,35 @@ def _trainers(verl):
 
 @functools.cache
 def _declared(verl, target):
-    """Fields of the dataclass that a section names as its `_target_`, inherited ones too."""
+    """Fields of the dataclass that a dotted name of verl means, inherited ones too, none where it,
+    or a class of verl's that it inherits from, is not to be found."""
     package, _, name = target.rpartition(".")
-    place = Path(verl.parent, *package.split("."))
-    files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
-    trees = [ast.parse(f.read_text()) for f in files if f.is_file()]
-    classes = {n.name: n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef)}
-    found, names = set(), [name]
-    for one in names:  # grows
-        if one in classes:
-            names += [b.id for b in classes[one].bases if isinstance(b, ast.Name)]
-            found |= _fields(classes[one])
+    if not package.startswith("verl"):
+        return set()
+    classes, imported = _names(Path(verl.parent, *package.split(".")))
+    if name not in classes:
+        return _declared(verl, imported[name]) if imported.get(name, target) != target else set()
+    found = _fields(classes[name])
+    for base in map(ast.unparse, classes[name].bases):
+        if base in classes or imported.get(base, "").startswith("verl."):
+            inherited = _declared(verl, f"{package}.{base}")
+            if not inherited:
+                return set()
+            found |= inherited
     return found
+
+
+@functools.cache
+def _names(place):
+    """Classes of a module, or of all modules of a package, and what they import by name."""
+    classes, imported = {}, {}
+    for file in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+        for node in ast.parse(file.read_text()).body if file.is_file() else ():
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return classes, imported
 
 
 def _fields(owner):

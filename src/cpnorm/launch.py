@@ -4,13 +4,15 @@ A YAML file, a saved command line, a shell script, a command line as words, or o
 """
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from cpnorm import shell
-from cpnorm.settings import MAY_BE_UNKNOWN, Settings
+from cpnorm.bearing import is_without
+from cpnorm.settings import MAY_BE_UNKNOWN, ROOT, Settings
 from cpnorm.shell import Word
 from cpnorm.sources import folder
 from cpnorm.user_file import parse_yaml, read_text, short
@@ -35,9 +37,10 @@ TRAINERS = {
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*|[1-9])=(.*)", re.DOTALL)
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@:-]*=|~[A-Za-z_]")
+LIKE_YAML = re.compile(rf"^({ROOT}|actor|defaults):", re.MULTILINE)
 PYTHON = re.compile(r"(.*/)?python[\d.]*")
 FLAGS = {"--config-name": "name", "-cn": "name", "--config-path": "path", "-cp": "path"}
-FLAGS |= {"--config-dir": "path", "-cd": "path"}
+FLAGS |= {"--config-dir": "more", "-cd": "more"}
 
 
 @dataclass(frozen=True)
@@ -57,30 +60,39 @@ class Launch:
     unknown: frozenset[str] = frozenset()
     source: str | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all that a run has, and is no part of a configuration in YAML."""
+        return self.values is None or "defaults" in self.values
 
-def read(first: str, words: Sequence[str] = ()) -> Launch:
+
+def read(first: str, words: Sequence[str] = (), line: int | None = None) -> Launch:
     """The launch that the arguments of the command speak of.
 
     `first` is a file, `-` for standard input, the first word of a command line, or an override.
     `words` are the rest of the command line, or further overrides, or `NAME=value` for a variable
-    that the script in the file reads. `ValueError`, one sentence without its full stop, for
-    anything else.
+    that the script in the file reads. `line` chooses one of a script's launches. `ValueError`, one
+    sentence without its full stop, for anything else.
     """
     if first != "-" and not _exists(first):
-        if PYTHON.fullmatch(first) and words:
-            return _command([Word(word, ()) for word in (first, *words)])
-        if OVERRIDE.match(first):
-            return Launch(overrides=(first, *words))
+        command = [first, *words]
+        if "-m" in command or any(map(PYTHON.fullmatch, command)):
+            return _script(shlex.join(command), "the command", (), line)
+        if OVERRIDE.match(first) or first.startswith("-"):
+            return _command([Word(word, ()) for word in ("-m", MAIN, *command)])
     text = read_text(first)
+    name = "standard input" if first == "-" else short(first)
     if Path(first).suffix in (".yaml", ".yml"):
-        return _file(parse_yaml(text, first), first, words)
+        return _file(text, first, words)
     try:
-        values = parse_yaml(text, first)
-    except ValueError as error:
-        return _script(text, first, words, str(error))
-    if text.startswith("#!"):
-        return _script(text, first, words, f"{short(first)} is a script")
-    return _file(values, first, words)
+        found = parse_yaml(text, first)
+    except ValueError:
+        if LIKE_YAML.search(text) and "python" not in text:
+            raise
+        return _script(text, name, words, line)
+    if isinstance(found, list) or found.keys() & {ROOT, "actor", "defaults"}:
+        return _file(text, first, words)
+    return _script(text, name, words, line)
 
 
 def _exists(path):
@@ -90,8 +102,12 @@ def _exists(path):
         return False
 
 
-def _file(values, path, words):
-    """The launch with a YAML file's values, by the trainer whose sections it has."""
+def _file(text, path, words):
+    """The launch with a YAML file's values, by the trainer whose sections it has, or with the
+    overrides in it, as Hydra writes them to `overrides.yaml`."""
+    values = parse_yaml(text, path)
+    if isinstance(values, list):
+        return Launch(overrides=(*values, *words))
     module = MAIN
     if "async_training" in values:
         module = FULLY_ASYNC
@@ -102,43 +118,95 @@ def _file(values, path, words):
     return Launch(module, tuple(words), values, folder=place)
 
 
-def _script(text, path, words, what):
-    """The one launch of a trainer in a script; `words` are its variables and more overrides."""
+def _script(text, name, words, line):
+    """The one launch of a trainer in a script; `words` are its variables and more overrides.
+
+    `name` is what a sentence calls the script.
+    """
+    given, more = {}, []
     variables = shell.read(text).variables
-    pairs = [(ASSIGNMENT.fullmatch(word), word) for word in words]
-    given = {found[1]: found[2] for found, _ in pairs if found and found[1] in variables}
-    more = [Word(word, ()) for found, word in pairs if not (found and found[1] in variables)]
-    launches = {launch.words: launch for launch in reversed(shell.read(text, given).launches)}
-    if not launches:
-        raise ValueError(f"{what}, and has no command such as python3 -m {MAIN}")
-    found = list(launches.values())
-    found = [one for one in found if _module(one.words)[0] in TRAINERS] or found
-    if len(found) > 1:
-        lines = " and ".join(str(line) for line in sorted(launch.line for launch in found))
-        raise ValueError(f"{short(path)} has launches at lines {lines}, allowed is one")
-    (launch,) = found
-    if launch.unknown:
+    for word in words:
+        found = ASSIGNMENT.fullmatch(word)
+        if found and found[1] in variables:
+            given[found[1]] = found[2]
+        elif found and (found[1].isupper() or found[1].isdigit()):
+            names = ", ".join(sorted(variables)) or "none"
+            raise ValueError(f"{name} reads no variable {found[1]}, allowed are its own: {names}")
+        else:
+            more.append(Word(word, ()))
+    script = shell.read(text, given)
+    for variable, at in script.overwritten.items():
         raise ValueError(
-            f"whether line {launch.line} of {short(path)} runs depends on {_give(launch.unknown)}"
+            f"line {at} of {name} sets {variable}, so {variable}={given[variable]} has no effect: "
+            "change that line"
         )
-    source = f"line {launch.line} of {'standard input' if path == '-' else Path(path).name}"
+    launch = _chosen(script, name, line)
+    source = f"line {launch.line} of {name.strip(chr(39)).rpartition('/')[2]}"
     return replace(_command([*launch.words, *more]), source=source)
+
+
+def _chosen(script, name, line):
+    """The launch of a script that is meant. `ValueError` if none is, or more than one."""
+    found = list({launch.words: launch for launch in reversed(script.launches)}.values())
+    found = [one for one in found if _module(one.words)[0] in TRAINERS] or found
+    if not found and script.ended:
+        raise ValueError(
+            f"{name} ends at line {script.ended}, before it comes to a launch: give what it reads, "
+            f"such as 1=... for its first argument"
+        )
+    if not found:
+        raise ValueError(
+            f"{name} has no command such as python3 -m {MAIN}, and is no YAML file with the "
+            f"mapping {ROOT!r} or 'actor'"
+        )
+    lines = sorted({launch.line for launch in found})
+    if line is not None:
+        found = [launch for launch in found if launch.line == line]
+        if not found:
+            raise ValueError(
+                f"line is {line}, allowed is one of a launch: {', '.join(map(str, lines))}"
+            )
+    unknown = dict.fromkeys(name for launch in found for name in launch.unknown)
+    if unknown:
+        where = " or ".join(map(str, sorted({one.line for one in found if one.unknown})))
+        raise ValueError(f"whether line {where} of {name} runs depends on {_give(tuple(unknown))}")
+    if len({launch.line for launch in found}) > 1:
+        raise ValueError(
+            f"{name} has launches at lines {' and '.join(map(str, lines))}, allowed is one: "
+            f"choose it with --line {lines[0]}"
+        )
+    bear = {frozenset(w for w in one.words if not _is_without(w)) for one in found}
+    if len(bear) > 1:
+        different = frozenset.union(*bear) - frozenset.intersection(*bear)
+        texts = ", ".join(sorted(short(word.text) for word in different)[:4])
+        raise ValueError(
+            f"line {found[0].line} of {name} runs {len(found)} times with other words, allowed is "
+            f"one run: {texts}"
+        )
+    return found[-1]
+
+
+def _is_without(word):
+    """Whether a word is an override that has no bearing on normalisation."""
+    return bool(OVERRIDE.match(word.text)) and is_without(word.text.lstrip("+~").partition("=")[0])
 
 
 def _module(words):
     """The trainer's module, in dots, and the words after it. `ValueError` if there is none."""
-    for i, word in enumerate(words[:-1]):
-        if word.text == "-m":
-            return words[i + 1].text, words[i + 2 :]
-    for i, word in enumerate(words):
-        if word.text.endswith(".py"):
-            name = word.text.removesuffix(".py").lstrip("./").replace("/", ".")
+    texts = [word.text for word in words]
+    at = [i for i, text in enumerate(texts[:-1]) if text == "-m"]
+    at = [i for i in at if texts[i + 1] in TRAINERS] or at
+    if at:
+        return texts[at[0] + 1], words[at[0] + 2 :]
+    for i, text in enumerate(texts):
+        if text.endswith(".py"):
+            name = text.removesuffix(".py").lstrip("./").replace("/", ".")
             return next((m for m in TRAINERS if f".{name}".endswith(f".{m}")), name), words[i + 1 :]
     raise ValueError(f"the command runs no module, allowed is such as python3 -m {MAIN}")
 
 
 def _command(words):
-    """The launch of a command line from `python` on."""
+    """The launch of a command line from `python` or `-m` on."""
     module, rest = _module(words)
     if module not in TRAINERS:
         return Launch(module)
@@ -152,7 +220,7 @@ def _command(words):
         elif flag.startswith("-"):
             raise ValueError(
                 f"{short(word.text)} is an option that is not read, allowed are --config-name, "
-                "--config-path and key=value"
+                "--config-path, --config-dir and key=value"
             )
         elif not word.unknown:
             overrides.append(word.text)
@@ -160,7 +228,7 @@ def _command(words):
             overrides.append(_placeholder(word))
             unknown.add(flag.lstrip("+~"))
     launch = Launch(module, tuple(overrides), unknown=frozenset(unknown))
-    return _configured(launch, hydra.get("name"), hydra.get("path"))
+    return _configured(launch, **hydra)
 
 
 def _known(word):
@@ -178,8 +246,8 @@ def _placeholder(word):
     needed = {f.metadata["key"] for f in fields(Settings) if f.metadata} - MAY_BE_UNKNOWN
     if any(f"{one}.".startswith(f"{name}.") for one in needed) or "/" in key or "@" in key:
         raise ValueError(f"{name} depends on {_give(word.unknown)}")
-    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{quoted}'"
+    text = re.sub(r"[^\w./ -]", "_", value)  # of a shell's text Hydra would read as its own
+    return f"{key}='{text}'"
 
 
 def _give(names):
@@ -191,11 +259,17 @@ def _give(names):
     return f"{', '.join(names)}, which nothing here says: {advice}"
 
 
-def _configured(launch, name, path):
+def _configured(launch, name=None, path=None, more=None):
     """`launch` with the config that Hydra's options name. `ValueError` if it is not there."""
     name = name and name.removesuffix(".yaml")
     own = folder("verl") / TRAINERS[launch.module].config_path
     place = (own.parent / path) if path is not None else own
+    if more is not None:
+        if not Path(more).is_dir():
+            raise ValueError(f"--config-dir is {short(more)}, allowed is a folder that is there")
+        launch = replace(launch, folder=Path(more).resolve())
+        if (launch.folder / f"{name}.yaml").is_file():
+            place = launch.folder
     if place.resolve() == own.resolve():
         if name is not None and not (own / f"{name}.yaml").is_file():
             allowed = ", ".join(sorted(p.stem for p in own.glob("*trainer*.yaml")))

@@ -35,6 +35,7 @@ NUMBER = Kind(
     lambda v: type(v) in (int, float) and math.isfinite(v) and v >= 0,
     "a finite number of at least 0",
 )
+REAL = Kind(lambda v: type(v) in (int, float) and math.isfinite(v), "a finite number")
 TEXT = Kind(lambda v: type(v) is str and v != "", "a text")
 TEXTS = Kind(
     lambda v: TEXT.accepts(v) or (isinstance(v, list) and all(map(TEXT.accepts, v)) and v != []),
@@ -72,9 +73,9 @@ class Settings:
     max_token_len: int = _at(f"{_ACTOR}.ppo_max_token_len_per_gpu", WHOLE, 16384)
     clip_low: float | None = _at(f"{_ACTOR}.clip_ratio_low", _none_or(NUMBER), 0.2)
     clip_high: float | None = _at(f"{_ACTOR}.clip_ratio_high", _none_or(NUMBER), 0.2)
-    entropy_coef: float = _at(f"{_ACTOR}.entropy_coeff", NUMBER, 0)
+    entropy_coef: float = _at(f"{_ACTOR}.entropy_coeff", REAL, 0)
     use_kl_loss: bool = _at(f"{_ACTOR}.use_kl_loss", SWITCH, False)
-    kl_coef: float = _at(f"{_ACTOR}.kl_loss_coef", NUMBER, 0.001)
+    kl_coef: float = _at(f"{_ACTOR}.kl_loss_coef", REAL, 0.001)
     tp: int = _at(f"{_MEGATRON}.tensor_model_parallel_size", WHOLE, 1)
     pp: int = _at(f"{_MEGATRON}.pipeline_model_parallel_size", WHOLE, 1)
     vpp: int | None = _at(
@@ -105,16 +106,21 @@ class Settings:
     z_loss: float | None = _at(
         f"{_MEGATRON}.override_transformer_config.moe_z_loss_coeff", _none_or(NUMBER), None
     )
+    aux_coef: float | None = _at(
+        f"{_MEGATRON}.override_transformer_config.moe_aux_loss_coeff", _none_or(NUMBER), None
+    )
     collective_average: bool = _at(
         f"{_MEGATRON}.override_ddp_config.average_in_collective", SWITCH, False
     )
     remove_padding: bool = _at(f"{ROOT}.model.use_remove_padding", SWITCH, True)
     fused: bool = _at(f"{ROOT}.model.use_fused_kernels", SWITCH, False)
     mtp: bool = _at(f"{ROOT}.model.mtp.enable_train", SWITCH, False)
+    external: str | None = _at(f"{ROOT}.model.external_lib", _none_or(TEXT), None)
     model: str | None = _at(f"{ROOT}.model.path", _none_or(TEXT), None)
     hf_config: str | None = _at(f"{ROOT}.model.hf_config_path", _none_or(TEXT), None)
     responses: int = _at(f"{ROOT}.rollout.n", WHOLE, 1)
     distillation: bool = _at("distillation.enabled", SWITCH, False)
+    rejection: str | None = _at(f"{_CORRECTION}.rollout_rs", _none_or(TEXT), None)
     bypass: bool = _at(f"{_CORRECTION}.bypass_mode", SWITCH, False)
     own_correction_loss: str = _at(f"{_OWN_CORRECTION}.loss_type", TEXT, "ppo_clip")
     own_correction_weights: str | None = _at(
@@ -173,7 +179,10 @@ def check(settings: Settings) -> None:
     _name_of(s, "strategy", STRATEGIES)
     if s.strategy != "megatron":
         return
-    _name_of(s, "loss", losses())
+    if s.external is None:  # that code may register a loss of its own
+        _name_of(s, "loss", losses())
+    if s.loss == "bypass_mode":
+        _name_of(s, "own_correction_loss", ("ppo_clip", "reinforce"))
     _name_of(s, "mode", modes())
     _name_of(s, "dtype", ("bfloat16", "float16"))
     if s.vpp is not None and s.pp == 1:

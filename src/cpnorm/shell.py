@@ -45,10 +45,14 @@ class Launch(NamedTuple):
 
 class Script(NamedTuple):
     """The launches of a script in the order of their lines, and the variables that it reads or
-    sets, `1` to `9` among them."""
+    sets, `1` to `9` among them. `overwritten` has those that are given and that the script sets to
+    another value, with the line; `ended` the line of the first `exit` that it comes to, if it does.
+    """
 
     launches: tuple[Launch, ...]
     variables: frozenset[str]
+    overwritten: dict[str, int]
+    ended: int | None
 
 
 def read(text: str, given: Mapping[str, str] = {}) -> Script:
@@ -67,7 +71,7 @@ def read(text: str, given: Mapping[str, str] = {}) -> Script:
     except RecursionError:
         raise ValueError("the script is nested too deeply to be read") from None
     launches = sorted(reader.launches, key=lambda launch: launch.line)
-    return Script(tuple(launches), frozenset(names))
+    return Script(tuple(launches), frozenset(names), reader.overwritten, reader.ended)
 
 
 def _parsed(source):
@@ -154,7 +158,7 @@ class _Reader:
             positional[i - 1] = Word(f"${i}", (str(i),))
         self.state = _State(dict(self.given), tuple(positional))
         self.launches, self.why, self.steps, self.depth = [], (), 0, 0
-        self.loops = []
+        self.loops, self.overwritten, self.ended = [], {}, None
 
     def run(self, root):
         self.sequence(root)
@@ -464,6 +468,9 @@ class _Reader:
         elif old is not None and old != UNSET and not isinstance(old, Word):
             new = (new, *old[1:])
         self.put(name, new)
+        own = value is not None and f"${name}" in value.text.decode().replace("{", "")
+        if name in self.given and self.state.variables[name] != self.given[name] and not own:
+            self.overwritten.setdefault(name, _line(node))
         return True
 
     def put(self, name, value):
@@ -513,6 +520,8 @@ class _Reader:
             return QUIET[name]
         if name in ("break", "continue", "return", "exit"):
             self.state.flow = name
+            if name == "exit" and self.ended is None:
+                self.ended = _line(node)
             return True
         if name == "set":
             if "--" in texts:

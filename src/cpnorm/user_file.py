@@ -29,20 +29,16 @@ def read_text(path: str) -> str:
             content = file.read(SIZE + 1)
         if len(content) > SIZE:
             raise ValueError(f"{name} is larger than {SIZE} bytes, which is allowed")
-        return content.decode()
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text") from error
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from error
 
 
-def read_yaml(path: str) -> dict:
-    """The mapping in a YAML file, its interpolations as they stand. Errors as of `parse_yaml`."""
-    return parse_yaml(read_text(path), path)
-
-
-def parse_yaml(text: str, path: str) -> dict:
-    """The mapping in the text of the YAML file `path`, its interpolations as they stand.
+def parse_yaml(text: str, path: str) -> dict | list[str]:
+    """The mapping in the text of the YAML file `path`, its interpolations as they stand, or the
+    list of overrides that Hydra writes.
 
     `ValueError` for anything else, for tags and for aliases, which can name Python objects or grow
     without bound.
@@ -55,6 +51,8 @@ def parse_yaml(text: str, path: str) -> dict:
                 raise ValueError(f"{short(path)} has the YAML tag {short(tag)}, allowed is none")
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError(f"{short(path)} has a YAML alias, write its values out")
+            if isinstance(event, yaml.ScalarEvent) and depth == 0:
+                raise ValueError(f"{short(path)} holds a text, allowed is a mapping")
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > DEPTH:
@@ -62,6 +60,8 @@ def parse_yaml(text: str, path: str) -> dict:
         data = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
         raise ValueError(f"{short(path)} is not YAML: {one_line(error)}") from error
+    if data and isinstance(data, list) and all(type(one) is str and "=" in one for one in data):
+        return data
     if not isinstance(data, dict):
         raise ValueError(f"{short(path)} holds {_name(data)}, allowed is a mapping")
     return data

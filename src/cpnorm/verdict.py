@@ -160,7 +160,12 @@ def terminal() -> Console:
 
 def _show_head(console, verdict):
     head = Text(verdict.status.upper(), f"bold {COLOURS[verdict.status]}")
-    console.print(head.append(f": {MEANS[verdict.status]}", "not bold"))
+    worst, *others = sorted(verdict.outcomes, key=lambda o: -STATUSES.index(o.status))
+    where = "".join(
+        f", {o.status} in the {o.regime} regime" for o in others if o.status != worst.status
+    )
+    where = where and f" in the {worst.regime} regime{where}"
+    console.print(head.append(f"{where}: {MEANS[verdict.status]}", "not bold"))
     if verdict.refused:
         console.print(Text(f"{REFUSES}:", "bold red"))
         console.print(_table(("-", text) for text in verdict.refused))

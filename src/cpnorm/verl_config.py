@@ -18,23 +18,24 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cpnorm import bearing, installed
-from cpnorm.launch import TRAINERS, Launch
+from cpnorm.launch import FULLY_ASYNC, TRAINERS, Launch
 from cpnorm.settings import PER_TOKEN, ROOT, Settings, check
 from cpnorm.sources import folder
 from cpnorm.user_file import one_line, short
 
-SECTIONS = {
-    f"{ROOT}.actor": ("verl.workers.config.actor", "ActorConfig", "McoreActorConfig"),
-    f"{ROOT}.actor.policy_loss": ("verl.workers.config.actor", "PolicyLossConfig"),
-    f"{ROOT}.actor.megatron": ("verl.workers.config.engine", "EngineConfig", "McoreEngineConfig"),
-    f"{ROOT}.model": ("verl.workers.config.model", "HFModelConfig"),
-    f"{ROOT}.rollout": ("verl.workers.config.rollout", "RolloutConfig"),
-}
-"""Sections that verl's trainer makes dataclasses of, which refuse a key that is none of their
-fields."""
+SECTIONS = (f"{ROOT}.actor", f"{ROOT}.model", f"{ROOT}.rollout")
+"""Sections that every worker makes dataclasses of, with all that lies in them."""
 
+ENGINES = tuple(f"{section}.megatron" for section in (f"{ROOT}.actor", f"{ROOT}.ref", "critic"))
+"""Sections that are there with `model_engine=megatron` alone."""
+
+LOG_PROB = "log_prob_micro_batch_size"
 USER = "cpnorm_user"  # the name under which Hydra finds the user's values
 ADVICE = "write the composed configuration to a file with --cfg job and give that"
+NO_ACTOR = (
+    f"the file has no mapping {ROOT!r} and no mapping 'actor': cpnorm judges the policy loss of an "
+    "actor, no SFT, reward or evaluation configuration"
+)
 SURE = 0.9  # likeness at which a key is taken for another, misspelled
 
 
@@ -70,6 +71,8 @@ def load(launch: Launch) -> Configuration:
     primary, mine = _primary(launch, groups)
     try:
         config, refusals = _composed(launch, primary, groups, values)
+        if not isinstance(config.get(ROOT), DictConfig):
+            raise ValueError(NO_ACTOR)
         refusals = list(dict.fromkeys([*refusals, *_unknown_keys(config)]))
         if any(not bearing.is_without(r.key) for r in refusals):
             texts = "; ".join(r.text for r in refusals)
@@ -81,6 +84,7 @@ def load(launch: Launch) -> Configuration:
         found = _values(config, launch)
         settings = Settings(**found, module=launch.module, given=given, unknown=launch.unknown)
         check(settings)
+        refusals += _refused_values(config, settings, launch.is_whole)
         unexamined, neutral = bearing.unexamined(config, settings)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         why = one_line(error).partition("Config search path")[0].strip(" .")
@@ -103,10 +107,7 @@ def _primary(launch, groups):
     if "defaults" not in data:
         _check_parts(data)
         if ROOT not in data:
-            raise ValueError(
-                f"the file has no mapping {ROOT!r} and no mapping 'actor': cpnorm judges the "
-                "policy loss of an actor, no SFT, reward or evaluation configuration"
-            )
+            raise ValueError(NO_ACTOR)
         chosen = any(group.lstrip("+").startswith("model_engine=") for group in groups)
         engine = None if chosen else _model_engine(data)
         override = [{"override model_engine": engine}] if engine else []
@@ -122,6 +123,11 @@ def _check_parts(data):
     part = data.get(ROOT, {})
     if not isinstance(part, dict):
         raise ValueError(f"{ROOT} is {short(part)}, allowed is a mapping")
+    if part and part.keys() <= {"desc", "value"}:
+        raise ValueError(
+            f"{ROOT} holds {' and '.join(part)}, as in a file that wandb wrote: give the run's "
+            ".hydra/config.yaml"
+        )
     if part and not isinstance(part.get("actor", {}), dict):
         raise ValueError(f"{ROOT}.actor is {short(part['actor'])}, allowed is a mapping")
 
@@ -222,10 +228,27 @@ def _why_refused(override, config):
         if full and not isinstance(override.value(), dict | list):
             return Refusal(key, f"{key} is there already, write it without +")
         return None
-    if node is None and parent.endswith(".megatron"):
+    if node is None and parent in ENGINES:
         return _without_engine(parent)
+    while node is None and parent:  # the mapping that is there, and the first name that is not
+        parent, _, last = parent.rpartition(".")
+        node = _mapping(config, parent)
     near = _near(last, node) if isinstance(node, DictConfig) else None
-    return _no_key(key, near, closed=parent in SECTIONS)
+    return _no_key(key, near, closed=bool(_fields(node)))
+
+
+def _mapping(config, key):
+    """What is at `key`, None for nothing."""
+    try:
+        return OmegaConf.select(config, key) if key else config
+    except OmegaConfBaseException:
+        return None
+
+
+def _fields(node):
+    """Fields of the dataclass that verl makes of a mapping, none where it stays one."""
+    target = node.get("_target_") if isinstance(node, DictConfig) else None
+    return installed.declared(target) if isinstance(target, str) else frozenset()
 
 
 def _without_engine(section):
@@ -235,8 +258,9 @@ def _without_engine(section):
 def _no_key(key, near, closed):
     """That verl has no such key, which releases do, and what else to write. A section that is
     `closed` takes no key of one's own."""
-    others = installed.key_releases(key)
-    text = f"{key} is no key of verl {installed.versions()['verl']}"
+    version = installed.versions()["verl"]
+    others = [release for release in installed.key_releases(key) if release != version]
+    text = f"{key} is no key of verl {version}"
     text += f", but of {' and '.join(others)}" if others else ""
     if near:
         text += f", did you mean {near!r}"
@@ -249,20 +273,65 @@ def _no_key(key, near, closed):
 
 
 def _unknown_keys(config) -> Iterator[Refusal]:
-    """Keys of the sections in `SECTIONS` that no field of verl's takes."""
+    """Keys that no field takes of the dataclasses that verl makes of its sections."""
     if OmegaConf.select(config, f"{ROOT}.actor.strategy") != "megatron":
         return
-    for section, source in SECTIONS.items():
-        node = OmegaConf.select(config, section)
-        if node is None and section.endswith(".megatron"):
-            yield _without_engine(section)
-            continue
-        if not isinstance(node, DictConfig):
+    for section in SECTIONS:
+        if not isinstance(node := OmegaConf.select(config, section), DictConfig):
             raise ValueError(f"{section} is {short(_plain(node))}, allowed is a mapping")
-        known = {"_target_", *installed.fields(*source)}
-        for key in node:
-            if key not in known:
-                yield _no_key(f"{section}.{key}", _near(str(key), known), closed=True)
+    if OmegaConf.select(config, ENGINES[0]) is None:
+        yield _without_engine(ENGINES[0])
+    sections = list(SECTIONS)
+    if config.critic.get("enable") or (
+        config.critic.get("enable") is None and config.algorithm.get("adv_estimator") == "gae"
+    ):
+        sections.append("critic")
+    if config.algorithm.get("use_kl_in_reward") or config[ROOT].actor.get("use_kl_loss"):
+        sections += [f"{ROOT}.ref.{name}" for name in ("megatron", "optim", "profiler")]
+    for section in sections:
+        yield from _unknown_in(OmegaConf.select(config, section), section)
+
+
+def _unknown_in(node, name) -> Iterator[Refusal]:
+    known = _fields(node)
+    for key in node if isinstance(node, DictConfig) else ():
+        if known and key not in known and key != "_target_":
+            yield _no_key(f"{name}.{key}", _near(str(key), known), closed=True)
+        elif not (OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)):
+            yield from _unknown_in(node[key], f"{name}.{key}")
+
+
+def _refused_values(config, s, whole) -> Iterator[Refusal]:
+    """Values that verl's dataclasses and `validate_config` refuse before a run begins.
+
+    `whole` is False for a part of a configuration, which need not have all that a run needs.
+    """
+    if s.strategy != "megatron":
+        return
+    rollout, ref = config[ROOT].rollout, config[ROOT].ref
+    if rollout.get("mode") == "sync":
+        key = f"{ROOT}.rollout.mode"
+        yield Refusal(key, f"{key} is 'sync', allowed is 'async'")
+    if whole and OmegaConf.is_missing(rollout, "name"):
+        yield Refusal(f"{ROOT}.rollout.name", f"{ROOT}.rollout.name is not given")
+    if s.dynamic_batch:
+        return
+    actor = f"{ROOT}.actor"
+    if s.micro_batch is None and (whole or s.all_micro_batch):
+        key = f"{actor}.ppo_micro_batch_size_per_gpu"
+        yield Refusal(key, f"{key} is not given, verl needs it where use_dynamic_bsz is off")
+    if s.module != FULLY_ASYNC and s.train_batch is not None and s.train_batch < s.mini_batch:
+        key = "data.train_batch_size"
+        if whole or s.is_given("train_batch"):
+            text = f"{key} is {s.train_batch}, less than ppo_mini_batch_size, {s.mini_batch}"
+            yield Refusal(key, text)
+    needed = [("rollout", rollout)] if whole else []
+    if whole and (s.use_kl_loss or config.algorithm.get("use_kl_in_reward")):
+        needed.append(("ref", ref))
+    for name, section in needed:
+        key = f"{ROOT}.{name}.{LOG_PROB}_per_gpu"
+        if not (section.get(LOG_PROB) or section.get(f"{LOG_PROB}_per_gpu")):
+            yield Refusal(key, f"{key} is not given, verl needs it where use_dynamic_bsz is off")
 
 
 def _near_misses(config):
