@@ -208,6 +208,9 @@ def _module(words):
 def _command(words):
     """The launch of a command line from `python` or `-m` on."""
     module, rest = _module(words)
+    for word in words:
+        if word.text == module:
+            _known(word)
     if module not in TRAINERS:
         return Launch(module)
     hydra, overrides, unknown = {}, [], set()

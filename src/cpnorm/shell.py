@@ -6,6 +6,7 @@ for what the caller gives. What only a run would tell stays unknown, by name.
 """
 
 import fnmatch
+import itertools
 import operator
 import re
 from collections.abc import Mapping
@@ -76,13 +77,32 @@ def read(text: str, given: Mapping[str, str] = {}) -> Script:
 
 def _parsed(source):
     parser = Parser(Language(tree_sitter_bash.language()))
-    # The grammar takes `$((` for a command's parentheses behind `:-`, but not within quotes.
+    if b"\r\n" in source:
+        raise ValueError("the script has Windows line ends, which bash does not take")
+    # The grammar takes `$((` for a command's parentheses behind `:-`, but not within quotes, and a
+    # bracket there for an error. It wants a line after a continuation.
     source = BARE_NUMBER.sub(rb'\1"$(( \2 ))"}', source)
+    source = BARE_BRACKET.sub(rb"\1\\[", source)
+    source = LAST_CONTINUATION.sub(b"\n", source)
     root = parser.parse(source).root_node
+    for found in BLANK_ESCAPED.finditer(source):  # the grammar loses that word
+        if root.descendant_for_byte_range(found.start(), found.start()).type not in QUOTES:
+            line = source.count(b"\n", 0, found.start()) + 1
+            raise ValueError(
+                f"line {line} ends in a backslash and a blank, which does not continue it in bash"
+            )
     if root.has_error:
         wrong = next(n for n in _walk(root) if n.is_error or n.is_missing)
         raise ValueError(f"line {_line(wrong)} cannot be read as bash")
     return root
+
+
+def _is_array(value):
+    return isinstance(value, tuple) and not isinstance(value, Word)
+
+
+def _alike(pair):
+    return pair[0] == pair[1]
 
 
 def _walk(node):
@@ -98,6 +118,13 @@ def _line(node):
 
 
 BARE_NUMBER = re.compile(rb"(\$\{\w+:?[-=+])\$\(\(([\w\s()+*/%${}-]*?)\)\)\}")
+BARE_BRACKET = re.compile(rb"((?<=[\s=])\$\{\w+:?[-=+])\[")
+LAST_CONTINUATION = re.compile(rb"\\\n?\Z")
+BLANK_ESCAPED = re.compile(rb"(?<!\\)\\[ \t]+\n")
+QUOTES = ("string", "string_content", "raw_string", "ansi_c_string", "heredoc_body", "comment")
+QUERIES = ("[", "test", "which", "type", "grep", "pgrep", "ping", "curl", "nc", "diff", "cmp")
+"""Commands whose status is asked for; any other is taken to succeed."""
+
 UNSET = "unset"
 """In place of a variable's value: the script unset it."""
 
@@ -145,6 +172,9 @@ PARAMETER = re.compile(
 PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate)")
 MODULE = re.compile(r"[A-Za-z_][\w.]*\.[\w.]+")
 SETTING = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@:-]*=|--config-(name|path)")
+SLICE = re.compile(rb"\$\{(?:@|\w+\[@\]):\s?([1-9]\d{0,3})(?::(\d{1,4}))?\}")
+INSIDE = re.compile(r"\s-m\s+\S*\.\S|\.py\s|python\S* ")
+PRINTS = ("echo", "printf", "pip", "grep")
 SHELLS = re.compile(r"(.*/)?(ba|da|z)?sh")
 
 
@@ -158,6 +188,7 @@ class _Reader:
             positional[i - 1] = Word(f"${i}", (str(i),))
         self.state = _State(dict(self.given), tuple(positional))
         self.launches, self.why, self.steps, self.depth = [], (), 0, 0
+        self.unsure = False
         self.loops, self.overwritten, self.ended = [], {}, None
 
     def run(self, root):
@@ -225,7 +256,11 @@ class _Reader:
     def merge(self, other, why):
         mine, theirs = self.state.variables, other.variables
         for name in mine.keys() | theirs.keys():
-            if mine.get(name) != theirs.get(name):
+            one, two = mine.get(name), theirs.get(name)
+            if one != two and _is_array(one) and _is_array(two):
+                pairs = itertools.takewhile(_alike, zip(one, two, strict=False))
+                mine[name] = (*(word for word, _ in pairs), Word(f"${name}", tuple(why)))
+            elif one != two:
                 known = {u for v in (mine.get(name), theirs.get(name)) for u in _unknown(v)}
                 self.mark(name, tuple(dict.fromkeys((*why, *sorted(known)))))
         if self.state.positional != other.positional:
@@ -235,10 +270,9 @@ class _Reader:
 
     def mark(self, name, unknown):
         """The variable `name` has a value that hangs on `unknown`."""
-        if isinstance(self.state.variables.get(name), tuple):
-            if not isinstance(self.state.variables[name], Word):
-                self.state.variables[name] = (Word(f"${name}", unknown),)
-                return
+        if _is_array(self.state.variables.get(name)):
+            self.state.variables[name] = (Word(f"${name}", unknown),)
+            return
         self.state.variables[name] = self.given.get(name, Word(f"${name}", unknown))
 
     def forget(self, node):
@@ -265,6 +299,9 @@ class _Reader:
         status = self.statement(left)
         if self.state.flow:
             return status
+        if status is None and left.type in ("command", "redirected_statement"):
+            name = left.text.decode().split()[0]
+            status = None if name in QUERIES or name == "command" else True
         if status is None:
             self.branches([lambda: self.statement(right), lambda: None], self.reasons(left))
             return None
@@ -293,6 +330,10 @@ class _Reader:
         # The grammar takes words after a redirection for more of its destinations.
         more = []
         for redirect in node.children_by_field_name("redirect"):
+            shells = any(map(SHELLS.fullmatch, body.text.decode().split()))
+            for document in redirect.named_children if shells else ():
+                if document.type == "heredoc_body":
+                    self.text_apart(node, document.text.decode())
             more += redirect.children_by_field_name("destination")[1:]
             if redirect.type == "heredoc_redirect":
                 more += redirect.children_by_field_name("argument")
@@ -359,7 +400,7 @@ class _Reader:
                 status = self.statement(test)
             if status is None:
                 return self.perhaps(node, [body], self.reasons(*tests))
-            if status != wanted or not self.round(body):
+            if status != wanted or not self.round(body) or self.unsure:
                 return True
 
     def do_for_statement(self, node):
@@ -385,8 +426,8 @@ class _Reader:
         """One round of a loop; whether the next may come."""
         self.loops.append(False)
         self.statement(body)
-        unsure = self.loops.pop()
-        if unsure:
+        self.unsure = self.loops.pop()
+        if self.unsure:
             for name in _assigned(body):
                 self.mark(name, (name,))
         if self.state.flow == "break":
@@ -538,12 +579,12 @@ class _Reader:
         if name in (".", "source", "eval", "let"):
             self.foreign(node, name, words[1:])
             return None
-        if SHELLS.fullmatch(name) and "-c" in texts[:-1]:
-            command = words[texts.index("-c") + 1]
-            if not command.unknown:
-                self.text_apart(node, command.text)
-                return None
+        first = len(self.launches)
         self.look_for_launch(node, words)
+        if len(self.launches) == first and name not in PRINTS:
+            for text in texts[1:]:  # as behind bash -c, ssh, srun or docker exec
+                if INSIDE.search(text):
+                    self.text_apart(node, text)
         return None
 
     def foreign(self, node, name, words):
@@ -552,23 +593,32 @@ class _Reader:
         if name == "let":
             for found in NAME.findall(text):
                 self.mark(found, (found,))
-        elif not (name != "eval" and ENVIRONMENT.fullmatch(text)):
+        elif name == "eval":
+            self.text(node, text)
+            if any(w.unknown for w in words):
+                self.state.sourced = (*self.state.sourced, _source(node))
+        elif not (ENVIRONMENT.fullmatch(text)):
             self.state.sourced = (*self.state.sourced, _source(node))
 
     def text_apart(self, node, text):
         """A command line in a word, run by a shell of its own."""
+        before = self.state
+        self.state = before.copy()
+        self.text(node, text)
+        self.state = before
+
+    def text(self, node, text):
+        """A command line in a word, run where the word is."""
         try:
             root = _parsed(text.encode(errors="surrogatepass"))
         except ValueError:
             return
-        before, first = self.state, len(self.launches)
-        self.state = before.copy()
+        first = len(self.launches)
         self.depth += 1
         if self.depth > DEEPEST:
             raise ValueError(f"line {_line(node)} calls too deeply, allowed is {DEEPEST}")
         self.sequence(root)
         self.depth -= 1
-        self.state = before
         for i in range(first, len(self.launches)):
             self.launches[i] = self.launches[i]._replace(line=_line(node))
 
@@ -593,12 +643,14 @@ class _Reader:
     def look_for_launch(self, node, words):
         texts = [w.text for w in words]
         first = next((i for i, text in enumerate(texts) if PYTHON.fullmatch(text)), None)
-        if SHELLS.fullmatch(texts[0]) or texts[0] in ("echo", "printf", "pip", "grep"):
+        if SHELLS.fullmatch(texts[0]) or texts[0] in PRINTS:
             return
+        if "xargs" in texts:
+            words = (*words, Word("$stdin", ("what xargs reads",)))
         for i, text in enumerate(texts):
             start = i if first is None or first > i else first
             rest = texts[i + 1 :]
-            if text == "-m" and rest and MODULE.fullmatch(rest[0]):
+            if text == "-m" and rest and (words[i + 1].unknown or MODULE.fullmatch(rest[0])):
                 known = rest[0].startswith(("verl.", "recipe."))
                 if known or any(SETTING.match(one) for one in rest[1:]):
                     self.found(node, words[start:])
@@ -688,7 +740,7 @@ class _Reader:
 
     def single(self, node, empty=False):
         """A word that is not split, as on the right of an assignment."""
-        parts = [p for p in self.parts(node, quoted=True, empty=empty)]
+        parts = list(self.parts(node, quoted=True, empty=empty))
         text = "".join((" " if p.breaks else "") + p.text for p in parts)
         return self.bounded(node, Word(text, _names(parts)))
 
@@ -704,7 +756,7 @@ class _Reader:
             yield from self.split(group)
 
     def split(self, group):
-        fields, open_, quoted = [], None, False
+        fields, open_ = [], None
         parts = [p for node in group for p in self.parts(node)]
         for part in parts:
             if part.breaks and open_ is not None:
@@ -913,14 +965,16 @@ class _Reader:
                 yield _hidden(_source(node), unknown)
             else:
                 yield _Part(str(len(value)))
+        elif found := SLICE.fullmatch(node.text):
+            first = int(found[1]) - (index is None)  # $0 is no positional parameter here
+            yield from self._each(value[first:][: found[2] and int(found[2])], False, quoted)
         elif sign or (sort and sort not in ("+", ":+", "-", ":-")):
             yield _hidden(_source(node), _unknown(value) or (_source(node),))
         elif sort and (sort[-1] == "+") != bool(value):
             if value:
                 yield from self._each(value, name == "*" or index == "[*]", quoted)
             elif sort[-1] == "-":
-                argument = [c for c in node.named_children[1:]]
-                for child in argument:
+                for child in node.named_children[1:]:
                     yield from self.parts(child, quoted)
         elif sort and sort[-1] == "+":
             # As in ${name[@]+"${name[@]}"}
