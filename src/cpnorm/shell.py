@@ -85,6 +85,10 @@ def _parsed(source):
     source = BARE_BRACKET.sub(rb"\1\\[", source)
     source = LAST_CONTINUATION.sub(b"\n", source)
     root = parser.parse(source).root_node
+    for node in _walk(root):  # the grammar may cut a value, and take its rest for another word
+        rest = node.next_sibling if node.type == "variable_assignment" else None
+        if rest is not None and rest.is_named and rest.start_byte == node.end_byte:
+            raise ValueError(f"line {_line(rest)} cannot be read as bash")
     for found in BLANK_ESCAPED.finditer(source):  # the grammar loses that word
         if root.descendant_for_byte_range(found.start(), found.start()).type not in QUOTES:
             line = source.count(b"\n", 0, found.start()) + 1
@@ -92,9 +96,38 @@ def _parsed(source):
                 f"line {line} ends in a backslash and a blank, which does not continue it in bash"
             )
     if root.has_error:
-        wrong = next(n for n in _walk(root) if n.is_error or n.is_missing)
+        wrong = next((n for n in _walk(root) if n.is_error or n.is_missing), root)
         raise ValueError(f"line {_line(wrong)} cannot be read as bash")
     return root
+
+
+def _name(node):
+    return node.child_by_field_name("name") or node
+
+
+def _lines_before(node):
+    """Assignments on a line of their own, which the grammar takes for those of the next command."""
+    found = [c for c in node.children if c.type == "variable_assignment"]
+    if not found or node.child_by_field_name("name") is None:
+        return ()
+    between = node.text[
+        found[-1].end_byte - node.start_byte : _name(node).start_byte - node.start_byte
+    ]
+    return found if b"\n" in between.replace(b"\\\n", b"") else ()
+
+
+def _in_quotes(node):
+    """Whether an expansion stands within double quotes, where single ones are letters."""
+    while node.type in ("expansion", "concatenation"):
+        node = node.parent
+    return node.type in ("string", "heredoc_body")
+
+
+def _taken(node, status):
+    """The status of a statement, success for a command that nothing is asked of."""
+    if status is None and node.type in ("command", "redirected_statement"):
+        return None if _decoded(node.text).split()[0] in QUERIES else True
+    return status
 
 
 def _is_array(value):
@@ -122,7 +155,7 @@ BARE_BRACKET = re.compile(rb"((?<=[\s=])\$\{\w+:?[-=+])\[")
 LAST_CONTINUATION = re.compile(rb"\\\n?\Z")
 BLANK_ESCAPED = re.compile(rb"(?<!\\)\\[ \t]+\n")
 QUOTES = ("string", "string_content", "raw_string", "ansi_c_string", "heredoc_body", "comment")
-QUERIES = ("[", "test", "which", "type", "grep", "pgrep", "ping", "curl", "nc", "diff", "cmp")
+QUERIES = ("[", "test", "command", "which", "type", "grep", "pgrep", "ping", "curl", "nc", "diff")
 """Commands whose status is asked for; any other is taken to succeed."""
 
 UNSET = "unset"
@@ -132,10 +165,12 @@ UNSET = "unset"
 @dataclass
 class _State:
     """Variables are words, tuples of words for arrays, or `UNSET`; one that is in none of the
-    mappings was never set. `flow` is why the rest of a sequence is not run."""
+    mappings was never set. `exact`: there are no more positional parameters than those. `flow` is
+    why the rest of a sequence is not run."""
 
     variables: dict
     positional: tuple[Word, ...]
+    exact: bool = False
     functions: dict[str, Node] = field(default_factory=dict)
     sourced: tuple[str, ...] = ()
     flow: str | None = None
@@ -188,7 +223,7 @@ class _Reader:
             positional[i - 1] = Word(f"${i}", (str(i),))
         self.state = _State(dict(self.given), tuple(positional))
         self.launches, self.why, self.steps, self.depth = [], (), 0, 0
-        self.unsure = False
+        self.unsure, self.locals = False, []
         self.loops, self.overwritten, self.ended = [], {}, None
 
     def run(self, root):
@@ -299,13 +334,11 @@ class _Reader:
         status = self.statement(left)
         if self.state.flow:
             return status
-        if status is None and left.type in ("command", "redirected_statement"):
-            name = left.text.decode().split()[0]
-            status = None if name in QUERIES or name == "command" else True
+        status = _taken(left, status)
         if status is None:
             self.branches([lambda: self.statement(right), lambda: None], self.reasons(left))
             return None
-        return self.statement(right) if status == wanted else status
+        return _taken(right, self.statement(right)) if status == wanted else status
 
     def do_negated_command(self, node):
         status = self.statement(node.named_children[0])
@@ -406,7 +439,7 @@ class _Reader:
     def do_for_statement(self, node):
         name = node.child_by_field_name("variable").text.decode()
         values = node.children_by_field_name("value")
-        words = [w for v in values for w in self.fields([v])]
+        words = list(self.fields(values))
         if not any(c.type == "in" for c in node.children):
             words = list(self.state.positional)
         body = node.child_by_field_name("body")
@@ -509,7 +542,7 @@ class _Reader:
         elif old is not None and old != UNSET and not isinstance(old, Word):
             new = (new, *old[1:])
         self.put(name, new)
-        own = value is not None and f"${name}" in value.text.decode().replace("{", "")
+        own = value is not None and re.search(rf"\b{name}\b", _decoded(value.text))
         if name in self.given and self.state.variables[name] != self.given[name] and not own:
             self.overwritten.setdefault(name, _line(node))
         return True
@@ -525,7 +558,12 @@ class _Reader:
         self.state.variables[name] = value
 
     def do_declaration_command(self, node):
+        own = self.locals and node.children[0].text in (b"local", b"declare", b"typeset")
         for child in node.named_children:
+            if own and child.type in ("variable_assignment", "variable_name"):
+                name = (child.child_by_field_name("name") or child).text.decode()
+                self.locals[-1].setdefault(name, self.state.variables.get(name))
+                self.state.variables[name] = UNSET
             if child.type == "variable_assignment":
                 self.statement(child)
         return True
@@ -538,6 +576,8 @@ class _Reader:
         return True
 
     def do_command(self, node, more=()):
+        for child in _lines_before(node):
+            self.statement(child)
         skip = ("variable_assignment", "comment")
         skip += ("file_redirect", "herestring_redirect", "heredoc_redirect")
         nodes = [c for c in node.children if c.type not in skip]
@@ -567,6 +607,7 @@ class _Reader:
         if name == "set":
             if "--" in texts:
                 self.state.positional = words[texts.index("--") + 1 :]
+                self.state.exact = True
             return True
         if name == "shift":
             count = int(texts[1]) if len(texts) > 1 and texts[1].isdigit() else 1
@@ -626,15 +667,19 @@ class _Reader:
         self.depth += 1
         if self.depth > DEEPEST:
             raise ValueError(f"line {_line(node)} calls {name} too deeply, allowed is {DEEPEST}")
-        outer, self.state.positional = self.state.positional, tuple(words)
+        outer = self.state.positional, self.state.exact
+        self.state.positional, self.state.exact = tuple(words), True
         loops, self.loops = self.loops, [False]
+        self.locals.append({})
         status = self.statement(self.state.functions[name])
         unsure, self.loops = self.loops.pop(), loops
         if unsure:
             for changed in _assigned(self.state.functions[name]):
                 self.mark(changed, (changed,))
             status = None
-        self.state.positional = outer
+        for local, value in self.locals.pop().items():
+            self.state.variables[local] = UNSET if value is None else value
+        self.state.positional, self.state.exact = outer
         self.depth -= 1
         if self.state.flow == "return":
             self.state.flow, status = None, None
@@ -661,7 +706,7 @@ class _Reader:
 
     def found(self, node, words):
         why = tuple(dict.fromkeys(self.why))
-        self.launches.append(Launch(tuple(words), _line(node), why))
+        self.launches.append(Launch(tuple(words), _line(_name(node)), why))
 
     # Conditions
 
@@ -682,7 +727,7 @@ class _Reader:
         return None if word.unknown else word.text != ""
 
     def unary(self, sign, node):
-        if sign not in ("-z", "-n"):
+        if sign not in ("-z", "-n") or b"@" in node.text:  # a list may be no word, or several
             return None
         word = self.single(node, empty=True)
         if word.unknown:
@@ -697,6 +742,8 @@ class _Reader:
             if (sign == "||") in (one, two):
                 return sign == "||"
             return None if None in (one, two) else sign == "&&"
+        if b"@" in left.text + right.text:  # a list may be no word, or several
+            return None
         word = self.single(left)
         if sign in ("=", "==", "!="):
             same = self.matches(word, right, pattern=double)
@@ -711,6 +758,14 @@ class _Reader:
 
     def matches(self, word, node, pattern=True):
         """Whether a word is the pattern in `node`; None where nobody knows."""
+        if node.type in ("regex", "extglob_pattern") and re.search(rb"[$\"'`]", node.text):
+            try:  # the grammar does not look into it
+                (assignment,) = _parsed(b"x=" + node.text).named_children
+                node = assignment.child_by_field_name("value")
+            except ValueError:
+                return None
+            if node is None:
+                return None
         other = self.single(node)
         if word.unknown or other.unknown:
             return None
@@ -810,6 +865,7 @@ class _Reader:
         elif kind in ("simple_expansion", "expansion"):
             yield from self.expansion(node, quoted, empty)
         elif kind == "arithmetic_expansion":
+            yield _Part(" " * (len(node.text) - len(node.text.lstrip())))
             yield self.arithmetic(node)
         elif kind in ("command_substitution", "process_substitution") or kind == "array":
             yield _hidden(_source(node), (_source(node),))
@@ -876,7 +932,7 @@ class _Reader:
             place = int(name) - 1
             if place < len(self.state.positional):
                 return self.state.positional[place]
-            return Word(f"${name}", (name,))
+            return Word("", ()) if self.state.exact else Word(f"${name}", (name,))
         value = self.state.variables.get(name)
         if value == UNSET:
             return Word("", ())
@@ -1038,7 +1094,8 @@ class _Reader:
                 continue
             if child.start_byte > at:
                 yield self.between(node.text[at - base : child.start_byte - base], quoted)
-            if child.type in ("word", "regex", "number") or not child.is_named:
+            plain = ("word", "regex", "number", *(["raw_string"] if _in_quotes(node) else []))
+            if child.type in plain or not child.is_named:
                 yield self.between(child.text, quoted)
             else:
                 yield from self.parts(child, quoted)
