@@ -103,8 +103,11 @@ EXAMPLES = {
     ),
     "dppo_trainer/run_qwen3_30b_a3b_megatron.sh": (
         (MOE, THD, f"{A}.policy_loss.loss_mode=dppo_tv", f"{TP}=2", f"{EP}=8", *gpus(8)),
-        (f"{A}.loss_agg_mode=seq-mean-token-sum-norm", *batch(256, 32, 2048, 8192, 16))
-        + by_tokens(30720),
+        (
+            *by_tokens(30720),
+            f"{A}.loss_agg_mode=seq-mean-token-sum-norm",
+            *batch(256, 32, 2048, 8192, 16),
+        ),
         "not safe",
         "without loss_scale_factor",
     ),

@@ -64,6 +64,7 @@ def built(text, *parts):
 def of_variables(inner):
     return st.one_of(
         built("${@}", NAME),
+        built("$@/$@/$@=", NAME, NAME, NAME),
         built("${@@@}", NAME, one(":-", "-", ":+", "+", ":="), inner),
         built("${@@@}", NAME, one("#", "##", "%", "%%"), PATTERN),
         built("${@@@/@}", NAME, one("/", "//"), one("a", "b"), one("", "r")),
@@ -204,6 +205,8 @@ def test_words_are_those_of_bash(bash, text):
         (f"A=${{A:-[\"/x\"]}}\n{RUN} a=$A\n", ["a=[/x]"]),
         (f"{RUN} a=1 \\\n", ["a=1"]),
         (f"{RUN} a=1 \\", ["a=1"]),
+        (f"x=1 y=2\nA=$x/$y/$x\n{RUN} a=$A $x/$y/$x\n", ["a=1/2/1", "1/2/1"]),
+        (f"x=1 y=2\nexport B=$x/$y/$x\n{RUN} $B\n", ["1/2/1"]),
         (f"I=1 J=2\n{RUN} a=$I$J\n", ["a=12"]),
         ("accelerate launch -m verl.trainer.main_ppo a=1\n", ["verl.trainer.main_ppo", "a=1"]),
         (f"if [ -z \"$1\" ]; then :; fi\nset -x\n{RUN} a=1\n", ["a=1"]),

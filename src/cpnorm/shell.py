@@ -85,20 +85,33 @@ def _parsed(source):
     source = BARE_BRACKET.sub(rb"\1\\[", source)
     source = LAST_CONTINUATION.sub(b"\n", source)
     root = parser.parse(source).root_node
-    for node in _walk(root):  # the grammar may cut a value, and take its rest for another word
+    for _ in range(PASSES):  # it cuts $a/$b/$c, and not ${a}/${b}/${c}
+        if not (bare := _bare_signs(root, source)):
+            break
+        for found in bare:
+            source = b"%s${%s}%s" % (source[: found.start()], found[1], source[found.end() :])
+        root = parser.parse(source).root_node
+    for node in _walk(root):
         rest = node.next_sibling if node.type == "variable_assignment" else None
         if rest is not None and rest.is_named and rest.start_byte == node.end_byte:
             raise ValueError(f"line {_line(rest)} cannot be read as bash")
-    for found in BLANK_ESCAPED.finditer(source):  # the grammar loses that word
-        if root.descendant_for_byte_range(found.start(), found.start()).type not in QUOTES:
+    for found in BLANK_ESCAPED.finditer(source):  # it may lose that word
+        if root.descendant_for_byte_range(found.start(), found.start()).type not in TEXTS:
             line = source.count(b"\n", 0, found.start()) + 1
-            raise ValueError(
-                f"line {line} ends in a backslash and a blank, which does not continue it in bash"
-            )
+            last = source[found.end() : found.end() + 1] in (b"\n", b"")
+            what = "ends in a backslash and a blank, which does not continue it in bash"
+            raise ValueError(f"line {line} {what if last else 'cannot be read as bash'}")
     if root.has_error:
         wrong = next((n for n in _walk(root) if n.is_error or n.is_missing), root)
         raise ValueError(f"line {_line(wrong)} cannot be read as bash")
     return root
+
+
+def _bare_signs(root, source):
+    """Where the grammar leaves the `$` of a variable alone, the last first."""
+    signs = (n for n in _walk(root) if n.type == "$" and n.parent.type == "concatenation")
+    found = (BARE_NAME.match(source, n.start_byte) for n in signs)
+    return sorted(filter(None, found), key=lambda match: -match.start())
 
 
 def _name(node):
@@ -153,8 +166,13 @@ def _line(node):
 BARE_NUMBER = re.compile(rb"(\$\{\w+:?[-=+])\$\(\(([\w\s()+*/%${}-]*?)\)\)\}")
 BARE_BRACKET = re.compile(rb"((?<=[\s=])\$\{\w+:?[-=+])\[")
 LAST_CONTINUATION = re.compile(rb"\\\n?\Z")
-BLANK_ESCAPED = re.compile(rb"(?<!\\)\\[ \t]+\n")
-QUOTES = ("string", "string_content", "raw_string", "ansi_c_string", "heredoc_body", "comment")
+BARE_NAME = re.compile(rb"\$([A-Za-z_]\w*)")
+PASSES = 20
+"""How often a script is parsed again, for what the grammar cut."""
+
+BLANK_ESCAPED = re.compile(rb"(?<!\\)\\[ \t]+")
+TEXTS = ("string", "string_content", "raw_string", "ansi_c_string", "heredoc_body", "comment")
+TEXTS += ("heredoc_content", "word", "concatenation", "regex", "extglob_pattern", "expansion")
 QUERIES = ("[", "test", "command", "which", "type", "grep", "pgrep", "ping", "curl", "nc", "diff")
 """Commands whose status is asked for; any other is taken to succeed."""
 
