@@ -1,7 +1,10 @@
 """What is known of releases: the table of what was examined, and what differs from it."""
 
 import ast
+import dataclasses
+import importlib
 import json
+import re
 import shutil
 import sys
 import tokenize
@@ -18,6 +21,7 @@ from cpnorm import case, cli, examine, examined, installed, sources
 from cpnorm.examined import AUX, EVERY, FACTS, TABLES, Megatron, changed, rows
 from cpnorm.fingerprint import Module, Sources
 from cpnorm.releases import BESIDE, INSTALLED
+from cpnorm.sources import folder
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 CORE_ALGOS = "verl.trainer.ppo.core_algos"
@@ -489,3 +493,19 @@ def test_the_script_proposes_no_fact_that_it_cannot_read(copy, module, change, l
 def test_the_script_on_a_folder_without_a_release(tmp_path):
     with pytest.raises(SystemExit, match="has none of verl, megatron-core, megatron-bridge"):
         examine.main(str(tmp_path))
+
+
+def test_declared_fields_are_those_of_the_dataclasses():
+    """Of every class that verl's composed configurations name."""
+    files = (folder("verl") / "trainer/config").glob("_generated_*.yaml")
+    targets = {t for f in files for t in re.findall(r"_target_: (\S+)", f.read_text())}
+    assert len(targets) > 40
+    for target in sorted(targets):
+        module, _, name = target.rpartition(".")
+        try:
+            owner = getattr(importlib.import_module(module), name)
+        except ImportError:  # an engine that is not installed
+            continue
+        assert installed.declared(target) == {f.name for f in dataclasses.fields(owner)}, target
+    assert installed.declared("verl.workers.config.NoSuch") == frozenset()
+    assert installed.declared("os.system") == frozenset()

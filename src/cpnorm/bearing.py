@@ -29,9 +29,8 @@ WITHOUT = re.compile(
 them: other models, data, rollouts, logging, the optimizer, what lies in which memory."""
 
 NEUTRAL = re.compile(
-    r"_target_|.*\._target_"
     # how the optimizer uses the gradient, what is stored and what is timed
-    r"|actor\.(optim|checkpoint|profiler|profile)\b.*"
+    r"actor\.(optim|checkpoint|profiler|profile)\b.*"
     # constants of a token's loss, metrics, order of the data
     r"|actor\.(tau_pos|tau_neg|clip_ratio|clip_ratio_c|kl_loss_type|rollout_n)"
     r"|actor\.policy_loss\.(clip_cov_\w+|kl_cov_ratio|ppo_kl_coef|rollout_correction\..*)"
@@ -124,7 +123,11 @@ def unexamined(config: DictConfig, settings: Settings) -> tuple[dict[str, str], 
     read = {f.metadata["key"] for f in fields(Settings) if f.metadata}
     found, same = {}, []
     for key, node, last in _leaves(config[ROOT], ("actor", "model")):
-        if f"{ROOT}.{key}" in read or NEUTRAL.fullmatch(key):
+        if last == "_target_":
+            neutral = str(node[last]).startswith("verl.")
+        else:
+            neutral = f"{ROOT}.{key}" in read or NEUTRAL.fullmatch(key)
+        if neutral:
             continue
         if SAME_GRADIENT.fullmatch(key):
             if f"{ROOT}.{key}" in settings.given:

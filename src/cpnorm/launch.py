@@ -77,11 +77,10 @@ def read(first: str, words: Sequence[str] = (), line: int | None = None) -> Laun
     if first != "-" and not _exists(first):
         command = [first, *words]
         if "-m" in command or any(map(PYTHON.fullmatch, command)):
-            return _script(shlex.join(command), "the command", (), line)
+            return _script(shlex.join(command), None, (), line)
         if OVERRIDE.match(first) or first.startswith("-"):
             return _command([Word(word, ()) for word in ("-m", MAIN, *command)])
     text = read_text(first)
-    name = "standard input" if first == "-" else short(first)
     if Path(first).suffix in (".yaml", ".yml"):
         return _file(text, first, words)
     try:
@@ -89,10 +88,10 @@ def read(first: str, words: Sequence[str] = (), line: int | None = None) -> Laun
     except ValueError:
         if LIKE_YAML.search(text) and "python" not in text:
             raise
-        return _script(text, name, words, line)
+        return _script(text, first, words, line)
     if isinstance(found, list) or found.keys() & {ROOT, "actor", "defaults"}:
         return _file(text, first, words)
-    return _script(text, name, words, line)
+    return _script(text, first, words, line)
 
 
 def _exists(path):
@@ -118,11 +117,9 @@ def _file(text, path, words):
     return Launch(module, tuple(words), values, folder=place)
 
 
-def _script(text, name, words, line):
-    """The one launch of a trainer in a script; `words` are its variables and more overrides.
-
-    `name` is what a sentence calls the script.
-    """
+def _script(text, path, words, line):
+    """The one launch of a trainer in a script; `words` are its variables and more overrides."""
+    name = {"-": "standard input", None: "the command"}.get(path) or Path(path).name
     given, more = {}, []
     variables = shell.read(text).variables
     for word in words:
@@ -141,8 +138,7 @@ def _script(text, name, words, line):
             "change that line"
         )
     launch = _chosen(script, name, line)
-    source = f"line {launch.line} of {name.strip(chr(39)).rpartition('/')[2]}"
-    return replace(_command([*launch.words, *more]), source=source)
+    return replace(_command([*launch.words, *more]), source=f"line {launch.line} of {name}")
 
 
 def _chosen(script, name, line):
@@ -152,7 +148,7 @@ def _chosen(script, name, line):
     if not found and script.ended:
         raise ValueError(
             f"{name} ends at line {script.ended}, before it comes to a launch: give what it reads, "
-            f"such as 1=... for its first argument"
+            "such as 1=VALUE for its first argument"
         )
     if not found:
         raise ValueError(
@@ -258,7 +254,7 @@ def _give(names):
     variables = [name for name in names if ASSIGNMENT.fullmatch(f"{name}=")]
     advice = "write its value into the script"
     if variables:
-        advice = f"give {' '.join(f'{name}=...' for name in variables)}"
+        advice = f"give {' '.join(f'{name}=VALUE' for name in variables)}"
     return f"{', '.join(names)}, which nothing here says: {advice}"
 
 
