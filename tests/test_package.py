@@ -19,12 +19,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src/cpnorm"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = [Requirement(text) for text in PROJECT["dependencies"]]
-BOOK = [Requirement(text) for text in PROJECT["optional-dependencies"]["book"]]
+EXTRAS = PROJECT["optional-dependencies"]
+BOOK, RUN = ([Requirement(text) for text in EXTRAS[name]] for name in ("book", "run"))
 BOOK_MODULES = ("claims", "execute", "figures", "sphinx_claims", "stored", "symbols")
 """What only the book runs; of `claims`, only its checks."""
-
-RUNS = ("torch", "verl", "megatron-core", "tensordict", "tqdm")
-"""What a run needs. `cpnorm explain` reads two of them and imports none."""
 
 CONFIG = str(ROOT / "tests/configs/question.yaml")
 # What is declared
@@ -45,7 +43,7 @@ def names(requirements):
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
 def test_every_import_is_declared(path):
-    declared = names(DEPENDENCIES)
+    declared = names(DEPENDENCIES + RUN)
     if path.relative_to(PACKAGE).with_suffix("").parts[0] in BOOK_MODULES:
         declared |= names(BOOK)
     brings = packages_distributions()
@@ -82,7 +80,7 @@ def breaking(version):
     return Version(f"0.{version.minor + 1}")
 
 
-@pytest.mark.parametrize("requirement", DEPENDENCIES + BOOK, ids=lambda r: r.name)
+@pytest.mark.parametrize("requirement", DEPENDENCIES + RUN + BOOK, ids=lambda r: r.name)
 def test_ranges_hold_every_pin_and_end_at_the_next_breaking_release(requirement):
     pinned = pins()[canonicalize_name(requirement.name)]
     assert all(version in requirement.specifier for version in pinned)
@@ -143,7 +141,7 @@ def installed(wheel, tmp_path):
     def make(missing=()):
         folder = tmp_path / "site"
         pip("install", "--no-deps", "--no-compile", "--target", folder, wheel)
-        needed = closure(r for r in DEPENDENCIES if r.name not in RUNS)
+        needed = closure(r for r in DEPENDENCIES if r.name != "verl")
         for name in (needed | {"verl", "megatron-core"}) - set(missing):
             for top in {file.parts[0] for file in distribution(name).files} - {"..", "__pycache__"}:
                 if not (folder / top).exists():
@@ -190,6 +188,14 @@ def test_explain_says_outside_what_it_says_in_the_checkout(installed):
     assert (outside.stderr, outside.returncode) == ("", 0)
     assert outside.stdout == inside.stdout
     assert "statement of the book" in outside.stdout
+
+
+def test_check_says_what_a_run_needs(installed):
+    found = run(installed(), "-m", "cpnorm", "check", CONFIG)
+    assert (found.stdout, found.returncode) == ("", 2)
+    assert found.stderr == (
+        "cpnorm: torch is not installed: pip install 'cpnorm[run]' has what a run needs.\n"
+    )
 
 
 def test_without_verl_one_sentence_says_so(installed):

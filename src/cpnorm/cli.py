@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except typer.TyperException as error:  # bad usage: an unknown option, a missing argument
         sentence = error.format_message().rstrip(".")
+    except ModuleNotFoundError as error:
+        sentence = f"{error.name} is not installed: pip install 'cpnorm[run]' has what a run needs"
     except (ValueError, OSError) as error:
         sentence = str(error)
     print(f"cpnorm: {' '.join(sentence.split())}.", file=sys.stderr)

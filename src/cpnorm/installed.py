@@ -17,7 +17,7 @@ import yaml
 from cpnorm import examined
 from cpnorm.examined import AUX, AUX_RULES, CONFIGURED, EVERY, FACTS, REGIME
 from cpnorm.fingerprint import Sources
-from cpnorm.sources import folder
+from cpnorm.sources import folder, parsed
 
 EXAMINED = tuple(FACTS["verl"])
 """Releases of verl that were examined."""
@@ -107,6 +107,14 @@ def has_dynamic_groups() -> bool:
     `ValueError` for a version that was not examined.
     """
     return _facts("megatron-core").dynamic_groups
+
+
+@functools.cache
+def fields(module: str, *owners: str) -> frozenset[str]:
+    """Fields that the dataclasses `owners` in a module declare themselves."""
+    body = parsed(module).body
+    found = [n for n in body if isinstance(n, ast.ClassDef) and n.name in owners]
+    return frozenset().union(*map(_fields, found))
 
 
 def declared(target: str) -> frozenset[str]:
