@@ -567,6 +567,13 @@ def test_a_file_of_50_mb_is_refused(nothing_runs, script):
     os.remove("train.sh")
 
 
+def test_a_command_that_is_not_known():
+    text = b"if [ $D = npu ]; then C=a; else C=b; fi\n$C model_engine=megatron trainer.nnodes=1\n"
+    assert "the word '$C' depends on D, which nothing here says: give D=VALUE" in refused(
+        "-", stdin=text
+    )
+
+
 def test_a_script_without_a_launch():
     message = refused("-", stdin=b"#!/bin/bash\necho hello\n")
     assert message.startswith(

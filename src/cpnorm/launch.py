@@ -143,7 +143,10 @@ def _script(text, path, words, line):
 
 def _chosen(script, name, line):
     """The launch of a script that is meant. `ValueError` if none is, or more than one."""
-    found = list({launch.words: launch for launch in reversed(script.launches)}.values())
+    known = [one for one in script.launches if not one.words[0].unknown]
+    if script.launches and not known:
+        _known(script.launches[0].words[0])
+    found = list({launch.words: launch for launch in reversed(known)}.values())
     found = [one for one in found if _module(one.words)[0] in TRAINERS] or found
     if not found and script.ended:
         raise ValueError(

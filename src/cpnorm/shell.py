@@ -36,8 +36,8 @@ class Word(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A run of a Python module or file: its words from `python` on, or from `-m`, the line of the
-    script, and what decides whether the script comes there."""
+    """A run of a Python module or file: its words from `python` on, from `-m`, or from a command that
+    is not known, the line of the script, and what decides whether the script comes there."""
 
     words: tuple[Word, ...]
     line: int
@@ -611,7 +611,10 @@ class _Reader:
     def call(self, node, words):
         name, texts = words[0].text, [w.text for w in words]
         if words[0].unknown:
+            first = len(self.launches)
             self.look_for_launch(node, words)
+            if len(self.launches) == first and any(map(SETTING.match, texts[1:])):
+                self.found(node, words)
             return None
         if name in self.state.functions:
             return self.function(node, name, words[1:])
