@@ -145,6 +145,28 @@ def test_numbers_are_read_as_hydra_reads_them(tmp_path):
     assert load("actor: {clip_ratio_low: 3e-4, megatron: {}}", tmp_path).clip_low == 3e-4
 
 
+def test_what_is_refused_changes_nothing_else():
+    """Where Hydra refuses an override, the others are applied as Hydra applies them."""
+    overrides = (
+        f"{ACTOR}.loss_agg_mode=token-sum",
+        f"+{ACTOR}.megatron.override_transformer_config.calculate_per_token_loss=True",
+        f"++{ACTOR}.megatron.override_ddp_config.x={{a:[1,2]}}",
+        f"~{ACTOR}.megatron.vanilla_mbridge",
+        f"{ACTOR}.megatron.context_parallel_size=${{trainer.nnodes}}",
+        f"{ACTOR}.policy_loss={{loss_mode:gspo}}",
+        "trainer={nnodes:4}",
+    )
+    first, *rest = str(MEGATRON), *overrides
+    plain = verl_config.load(launch.read(first, rest))
+    found = verl_config.load(launch.read(first, [f"{ACTOR}.megatron.grad_offload=1", *rest]))
+    (key, *_) = set(found.refused) - set(plain.refused)
+    assert "grad_offload" in key
+    given = found.settings.given
+    assert dataclasses.replace(found, refused=plain.refused) == dataclasses.replace(
+        plain, settings=dataclasses.replace(plain.settings, given=given)
+    )
+
+
 def test_short_is_short():
     assert short("a") == "'a'"
     assert len(short("x" * 10**6)) == 80

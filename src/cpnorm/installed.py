@@ -125,19 +125,17 @@ def declared(target: str) -> frozenset[str]:
     return frozenset(_declared(folder("verl"), target))
 
 
-def key_releases(key: str) -> tuple[str, ...]:
-    """Releases of verl that know a dotted configuration key, of those in `.venv/releases` and the
-    installed one, oldest first.
+def other_releases(key: str) -> tuple[str, ...]:
+    """Releases of verl that know a dotted configuration key, of those in `.venv/releases` but for
+    the installed one, oldest first.
 
     A release knows a key of its trainer's configuration, Megatron's or FSDP's, and a field of the
     dataclass that a section there names.
     """
     folders = sorted(Path(sys.prefix, "releases").glob("verl-*"))
-    known = [f.name.removeprefix("verl-") for f in folders if _knows(f / "verl", key)]
-    installed = versions()["verl"]
-    if installed is not None and _knows(folder("verl"), key):
-        known.append(installed)
-    return tuple(dict.fromkeys(known))
+    found = {f.name.removeprefix("verl-"): f / "verl" for f in folders}
+    found.pop(versions()["verl"], None)
+    return tuple(release for release, verl in found.items() if _knows(verl, key))
 
 
 def _version(name):
@@ -176,7 +174,8 @@ def _differences(distribution, parts):
 def _knows(verl, key):
     """Whether the release whose package `verl` is has a dotted key in either trainer."""
     *sections, last = key.split(".")
-    for config in _trainers(verl):
+    for name in TRAINERS:
+        config = _trainer(verl / f"trainer/config/_generated_{name}.yaml")
         for section in sections:
             config = config.get(section) if isinstance(config, dict) else None
         if isinstance(config, dict) and (
@@ -187,10 +186,9 @@ def _knows(verl, key):
 
 
 @functools.cache
-def _trainers(verl):
-    """verl's Megatron and FSDP trainers, composed, as its wheel has them."""
-    files = (verl / "trainer/config" / f"_generated_{name}.yaml" for name in TRAINERS)
-    return [yaml.load(f.read_text(), yaml.CSafeLoader) for f in files if f.is_file()]
+def _trainer(file):
+    """A trainer's configuration as verl's wheel has it, composed; empty where it has none."""
+    return yaml.load(file.read_text(), yaml.CSafeLoader) if file.is_file() else {}
 
 
 @functools.cache

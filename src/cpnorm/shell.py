@@ -36,8 +36,8 @@ class Word(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A run of a Python module or file: its words from `python` on, from `-m`, or from a command that
-    is not known, the line of the script, and what decides whether the script comes there."""
+    """A run of a Python module or file: its words from `python` on, from `-m`, or from a command
+    that is not known, the line of the script, and what decides whether the script comes there."""
 
     words: tuple[Word, ...]
     line: int

@@ -206,7 +206,7 @@ def _composed(launch, primary, groups, values):
         else:
             key, value = override.key_or_group, override.value()
             OmegaConf.update(before, key, value, merge=True, force_add=True)
-    return _compose(launch, primary, [*groups, *accepted]), refusals
+    return (before if refusals else _compose(launch, primary, [*groups, *accepted])), refusals
 
 
 def _why_refused(override, config):
@@ -259,7 +259,7 @@ def _no_key(key, near, closed):
     """That verl has no such key, which releases do, and what else to write. A section that is
     `closed` takes no key of one's own."""
     version = installed.versions()["verl"]
-    others = [release for release in installed.key_releases(key) if release != version]
+    others = installed.other_releases(key)
     text = f"{key} is no key of verl {version}"
     text += f", but of {' and '.join(others)}" if others else ""
     if near:
