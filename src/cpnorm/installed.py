@@ -125,6 +125,11 @@ def declared(target: str) -> frozenset[str]:
     return frozenset(_declared(folder("verl"), target))
 
 
+def knows(key: str) -> bool:
+    """Whether one of verl's own trainers has a dotted configuration key."""
+    return _knows(folder("verl"), key)
+
+
 def other_releases(key: str) -> tuple[str, ...]:
     """Releases of verl that know a dotted configuration key, of those in `.venv/releases` but for
     the installed one, oldest first.

@@ -4,6 +4,7 @@ Hydra composes the files of the installed verl and the user's values and overrid
 are refused, so a file can name no Python object, and what a `_target_` names is not imported.
 """
 
+import contextlib
 import difflib
 import functools
 from collections.abc import Iterator
@@ -186,10 +187,10 @@ def _escaped(path):
 
 def _composed(launch, primary, groups, values):
     """The composed configuration, and a `Refusal` for each override that Hydra refuses in it."""
-    try:
-        return _compose(launch, primary, [*groups, *(o.input_line for o in values)]), []
-    except (HydraException, OmegaConfBaseException):
-        pass  # each override alone, to name all that are refused
+    if all(o.is_add() or o.is_force_add() or installed.knows(o.key_or_group) for o in values):
+        with contextlib.suppress(HydraException, OmegaConfBaseException):
+            return _compose(launch, primary, [*groups, *(o.input_line for o in values)]), []
+    # Each override alone, to name all that are refused.
     refusals, accepted = [], []
     before = _compose(launch, primary, groups)
     for override in values:
